@@ -1,0 +1,198 @@
+// The Python face of the kernels. Tensors come as addresses (an integer costs 0.3 us to pass, a DLPack
+// array 4.6 us); rewire.ops is the only caller and has checked shapes, types, strides and indices.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "channels.h"
+#include "layers.h"
+#include "memory.h"
+#include "parallel.h"
+
+namespace nb = nanobind;
+using namespace rewire;
+
+namespace {
+
+using Address = uintptr_t;
+
+std::vector<const InstructionSet*> supported() {
+    std::vector<const InstructionSet*> sets;
+#ifdef REWIRE_X86
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        sets.push_back(&avx512::instruction_set());
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2::instruction_set());
+#endif
+    sets.push_back(&generic::instruction_set());
+    return sets;
+}
+
+const InstructionSet* current = supported().front();
+
+template <class T>
+const Table<T>& table();
+template <>
+const Table<float>& table() {
+    return current->f32;
+}
+template <>
+const Table<double>& table() {
+    return current->f64;
+}
+
+template <class T>
+T* at(Address address) {
+    return reinterpret_cast<T*>(address);
+}
+
+std::vector<std::string> supported_names() {
+    std::vector<std::string> names;
+    for (const auto* set : supported()) names.emplace_back(set->name);
+    return names;
+}
+
+void use(const std::string& name) {
+    for (const auto* set : supported())
+        if (name == set->name) {
+            current = set;
+            return;
+        }
+    throw std::invalid_argument("this machine does not support the instruction set '" + name + "'");
+}
+
+// -1 if rows of ascending, distinct indices in [0, inputs) tile [0, count); else the row that does not.
+int64_t first_bad_row(Address ptr_, Address indices_, int64_t rows, int64_t inputs, int64_t count) {
+    const auto* ptr = at<int32_t>(ptr_);
+    const auto* indices = at<int32_t>(indices_);
+    if (ptr[0] != 0) return 0;
+    for (int64_t r = 0; r < rows; r++) {
+        if (ptr[r + 1] < ptr[r] || ptr[r + 1] > count) return r;
+        for (int32_t e = ptr[r], last = -1; e < ptr[r + 1]; last = indices[e++])
+            if (indices[e] <= last || indices[e] >= inputs) return r;
+    }
+    return ptr[rows] == count ? -1 : rows - 1;
+}
+
+// An uninitialised tensor in kept memory.
+template <class T>
+nb::ndarray<nb::pytorch, T> empty(const std::vector<size_t>& shape, const std::vector<int64_t>& strides) {
+    struct Block {
+        void* data;
+        size_t bytes;
+    };
+    size_t bytes = sizeof(T);
+    for (const size_t n : shape) bytes *= n;
+    auto* block = new Block{take_memory(bytes), bytes};
+    const nb::capsule owner(block, [](void* p) noexcept {
+        auto* mine = static_cast<Block*>(p);
+        give_memory(mine->data, mine->bytes);
+        delete mine;
+    });
+    return {static_cast<T*>(block->data), shape.size(), shape.data(), owner, strides.data()};
+}
+
+template <class T>
+void define(nb::module_& m) {
+    const auto free = nb::call_guard<nb::gil_scoped_release>();
+    m.def("empty", &empty<T>);
+    m.def("forward", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
+                        Address y, int threads) {
+        forward<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), at<T>(x),
+                   at<T>(y), threads);
+    }, free);
+    m.def("input_gradient", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
+                               Address dy, Address dx, int threads) {
+        input_gradient<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)},
+                          at<T>(values), at<T>(dy), at<T>(dx), threads);
+    }, free);
+    m.def("weight_gradient", [](const Geometry& g, Address ptr, Address indices, Address x, Address dy,
+                                Address grad, int threads) {
+        weight_gradient<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(x), at<T>(dy),
+                           at<T>(grad), threads);
+    }, free);
+    m.def("gradients", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
+                          Address x, Address dy, Address dx, Address grad, int threads) {
+        gradients<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
+                     at<T>(x), at<T>(dy), at<T>(dx), at<T>(grad), threads);
+    }, free);
+    m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
+        row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);
+    }, free);
+    m.def("transpose", [](Address in, int64_t rows, int64_t cols, Address out, int threads) {
+        transpose<T>(table<T>(), at<T>(in), rows, cols, at<T>(out), threads);
+    }, free);
+    m.def("batch_norm", [](int64_t channels, int64_t len, bool training, bool relu, double epsilon, Address weight,
+                           Address bias, Address mean, Address variance, Address x, Address residual, Address z,
+                           int threads) {
+        batch_norm<T>(table<T>(),
+                      {channels, len, training, relu, epsilon, at<T>(weight), at<T>(bias), at<T>(mean),
+                       at<T>(variance)},
+                      at<T>(x), at<T>(residual), at<T>(z), threads);
+    }, free);
+    m.def("batch_norm_gradient", [](int64_t channels, int64_t len, bool training, bool relu, double epsilon,
+                                    Address weight, Address bias, Address mean, Address variance, Address x,
+                                    Address z, Address dz, Address dx, Address dresidual, Address dweight,
+                                    Address dbias, int threads) {
+        batch_norm_gradient<T>(table<T>(),
+                               {channels, len, training, relu, epsilon, at<T>(weight), at<T>(bias), at<T>(mean),
+                                at<T>(variance)},
+                               at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual), at<T>(dweight),
+                               at<T>(dbias), threads);
+    }, free);
+    m.def("max_pool", [](const Pool& p, int64_t channels, Address x, Address y, Address which, int threads) {
+        max_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), at<uint8_t>(which), threads);
+    }, free);
+    m.def("max_pool_gradient", [](const Pool& p, int64_t channels, Address dy, Address which, Address dx,
+                                  int threads) {
+        max_pool_gradient<T>(table<T>(), p, channels, at<T>(dy), at<uint8_t>(which), at<T>(dx), threads);
+    }, free);
+    m.def("mean_pool", [](const Pool& p, int64_t channels, Address x, Address y, int threads) {
+        mean_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), threads);
+    }, free);
+    m.def("mean_pool_gradient", [](const Pool& p, int64_t channels, Address dy, Address dx, int threads) {
+        mean_pool_gradient<T>(table<T>(), p, channels, at<T>(dy), at<T>(dx), threads);
+    }, free);
+}
+
+}  // namespace
+
+NB_MODULE(_native, m) {
+    nb::set_leak_warnings(false);  // sizes live in caches until the interpreter ends
+    m.def("supported", &supported_names, "Instruction sets of this machine, best first.");
+    m.def("current", [] { return std::string(current->name); });
+    m.def("use", &use);
+    m.def("shares_torch_threads", &shares_torch_threads);
+    m.def("empty_cache", &empty_cache);
+    m.def("first_bad_row", &first_bad_row, nb::call_guard<nb::gil_scoped_release>());
+    m.def("by_input", [](Address ptr, Address indices, int64_t in_channels, int64_t out_channels, int64_t taps,
+                         Address to_ptr, Address to_outputs, Address to_order) {
+        by_input({at<int32_t>(ptr), at<int32_t>(indices)}, in_channels, out_channels, taps, at<int32_t>(to_ptr),
+                 at<int32_t>(to_outputs), at<int32_t>(to_order));
+    }, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Geometry>(m, "Geometry")
+        .def("__init__", [](Geometry* g, int64_t batch, int64_t in_channels, int64_t height, int64_t width,
+                            int64_t out_channels, int64_t out_height, int64_t out_width, int32_t kh, int32_t kw,
+                            int32_t sh, int32_t sw, int32_t ph, int32_t pw, int32_t dh, int32_t dw) {
+            new (g) Geometry{batch,      in_channels, height, width, out_channels, out_height, out_width, kh, kw,
+                             sh,         sw,          ph,     pw,    dh,           dw};
+        });
+    nb::class_<Pool>(m, "Pool")
+        .def("__init__", [](Pool* p, int64_t batch, int64_t height, int64_t width, int64_t out_height,
+                            int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw, int32_t ph,
+                            int32_t pw, bool count_padding) {
+            new (p) Pool{batch, height, width, out_height, out_width, kh, kw, sh, sw, ph, pw, 1, 1, count_padding};
+        });
+
+    auto f32 = m.def_submodule("f32");
+    define<float>(f32);
+    auto f64 = m.def_submodule("f64");
+    define<double>(f64);
+}

@@ -1,0 +1,102 @@
+#include "channels.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "parallel.h"
+
+namespace rewire {
+namespace {
+
+// Calls body(c) for every channel; short channels are handed out in blocks.
+template <class Body>
+void for_each_channel(int64_t channels, int64_t len, int threads, Body&& body) {
+    const int64_t block = std::max<int64_t>(1, 4096 / std::max<int64_t>(1, len));
+    parallel_for((channels + block - 1) / block, threads, [&](int64_t b) {
+        for (int64_t c = b * block; c < std::min(channels, (b + 1) * block); c++) body(c);
+    });
+}
+
+template <class T>
+double inverse_std(const BatchNorm<T>& p, int64_t c) {
+    return 1 / std::sqrt(double(p.variance[c]) + p.epsilon);
+}
+
+}  // namespace
+
+template <class T>
+void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* residual, T* z, int threads) {
+    for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
+        const T* mine = x + c * p.len;
+        if (p.training) {
+            p.mean[c] = T(table.total(mine, p.len) / double(p.len));
+            p.variance[c] = T(table.variation(mine, p.len, p.mean[c]) / double(p.len));
+        }
+        const double scale = inverse_std(p, c) * (p.weight ? double(p.weight[c]) : 1);
+        const double shift = (p.bias ? double(p.bias[c]) : 0) - double(p.mean[c]) * scale;
+        table.normalize({p.len, T(scale), T(shift), p.relu}, mine, residual ? residual + c * p.len : nullptr,
+                        z + c * p.len);
+    });
+}
+
+template <class T>
+void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* z, const T* dz, T* dx,
+                         T* dresidual, T* dweight, T* dbias, int threads) {
+    for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
+        const int64_t at = c * p.len;
+        const double inverse = inverse_std(p, c), scale = inverse * (p.weight ? double(p.weight[c]) : 1);
+        const double shift = (p.bias ? double(p.bias[c]) : 0) - double(p.mean[c]) * scale;
+        const NormGrad<T> grad{p.len, p.mean[c], T(inverse), T(scale), T(shift), p.relu, p.training};
+        const T* out = z ? z + at : nullptr;
+        double sums[2];
+        table.norm_sums(grad, x + at, out, dz + at, sums);
+        if (dbias) dbias[c] = T(sums[0]);
+        if (dweight) dweight[c] = T(sums[1]);
+        table.norm_gradient(grad, sums, x + at, out, dz + at, dx + at, dresidual ? dresidual + at : nullptr);
+    });
+}
+
+template <class T>
+void max_pool(const Table<T>& table, const Pool& p, int64_t channels, const T* x, T* y, uint8_t* which,
+              int threads) {
+    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
+    for_each_channel(channels, in, threads, [&](int64_t c) {
+        table.max_pool(p, x + c * in, y + c * out, which ? which + c * out : nullptr);
+    });
+}
+
+template <class T>
+void max_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, const T* dy, const uint8_t* which,
+                       T* dx, int threads) {
+    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
+    for_each_channel(channels, in, threads, [&](int64_t c) {
+        table.max_pool_gradient(p, dy + c * out, which + c * out, dx + c * in);
+    });
+}
+
+template <class T>
+void mean_pool(const Table<T>& table, const Pool& p, int64_t channels, const T* x, T* y, int threads) {
+    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
+    for_each_channel(channels, in, threads, [&](int64_t c) { table.mean_pool(p, x + c * in, y + c * out); });
+}
+
+template <class T>
+void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, const T* dy, T* dx, int threads) {
+    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
+    for_each_channel(channels, in, threads,
+                     [&](int64_t c) { table.mean_pool_gradient(p, dy + c * out, dx + c * in); });
+}
+
+#define REWIRE_INSTANTIATE(T)                                                                                      \
+    template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
+    template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*,   \
+                                         T*, T*, T*, int);                                                         \
+    template void max_pool<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, uint8_t*, int);                 \
+    template void max_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const T*, const uint8_t*, T*, int);  \
+    template void mean_pool<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, int);                          \
+    template void mean_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, int);
+
+REWIRE_INSTANTIATE(float)
+REWIRE_INSTANTIATE(double)
+
+}  // namespace rewire

@@ -1,0 +1,40 @@
+// Normalisation and pooling of batch-last activations, a channel at a time.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace rewire {
+
+template <class T>
+struct BatchNorm {
+    int64_t channels, len;
+    bool training, relu;
+    double epsilon;
+    const T *weight, *bias;  // null: one and zero
+    T *mean, *variance;      // written in training (biased variance), read otherwise
+};
+
+// z = batch norm of x, plus residual (or null), rectified if asked.
+template <class T>
+void batch_norm(const Table<T>&, const BatchNorm<T>&, const T* x, const T* residual, T* z, int threads);
+
+// `z` is the output where a residual was added before rectifying, null otherwise. `dweight`, `dbias`
+// and `dresidual` may be null.
+template <class T>
+void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const T* z, const T* dz, T* dx,
+                         T* dresidual, T* dweight, T* dbias, int threads);
+
+// `which` receives the tap of each maximum, or is null.
+template <class T>
+void max_pool(const Table<T>&, const Pool&, int64_t channels, const T* x, T* y, uint8_t* which, int threads);
+template <class T>
+void max_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const T* dy, const uint8_t* which, T* dx,
+                       int threads);
+template <class T>
+void mean_pool(const Table<T>&, const Pool&, int64_t channels, const T* x, T* y, int threads);
+template <class T>
+void mean_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const T* dy, T* dx, int threads);
+
+}  // namespace rewire

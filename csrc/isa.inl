@@ -1,0 +1,29 @@
+// Everything that is built once per instruction set, and the table of it.
+#include "kernels.h"
+#include "simd.h"
+
+#include "products.inl"
+#include "transpose.inl"
+#include "norm.inl"
+#include "pool.inl"
+
+namespace rewire::REWIRE_ISA {
+
+template <class T>
+constexpr Table<T> table() {
+    return {4 * kLanes<T>,    4 * kLanes<T>,
+            sum<T>,           dots<T>,
+            copy<T>,          transpose<T>,
+            total<T>,         variation<T>,
+            normalize<T>,     norm_sums<T>,
+            norm_gradient<T>, max_pool<T>,
+            max_pool_gradient<T>, mean_pool<T>,
+            mean_pool_gradient<T>};
+}
+
+const InstructionSet& instruction_set() {
+    static const InstructionSet set{REWIRE_ISA_NAME, table<float>(), table<double>()};
+    return set;
+}
+
+}  // namespace rewire::REWIRE_ISA

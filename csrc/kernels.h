@@ -1,0 +1,114 @@
+// What one thread does: the inner loops, built once per instruction set, and the table of them.
+//
+// Activations are batch-last: a tensor (N, C, H, W) lies in memory as [C][H][W][N], so that the batch
+// is what vectors run over. A linear layer is a convolution with one tap over a 1 x 1 image.
+#pragma once
+
+#include <cstdint>
+
+namespace rewire {
+
+// Positions of an output plane, `len` elements each, and the taps whose source lies inside the image for
+// all of them: rows kh0..kh1 and columns kw0..kw1 of the kernel.
+struct Tile {
+    int64_t dst, src;            // elements from the start of a plane to the first position
+    int64_t dst_step, src_step;  // and from one position to the next
+    int32_t count, len;
+    int32_t kh0, kh1, kw0, kw1;
+};
+
+// Connections in the order of the rows that are being computed. Entry e of row r and tap t lies in
+// [ptr[r*taps + t], ptr[r*taps + t + 1]) and reads the source at offset[e] positions from the tile's.
+struct Entries {
+    const int32_t* ptr;
+    const int32_t* offset;
+    int32_t taps_h, taps_w;
+};
+
+// dst[row] = start[row] + sum over e of weight[e] * src[offset[e]]
+template <class T>
+struct Sum {
+    Entries entries;
+    const T* weight;
+    const T* src;
+    int64_t step;  // elements from one source position to the next
+    T* dst;
+    int64_t row;     // elements from one output row to the next
+    const T* start;  // bias, or null
+};
+
+// grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]]
+template <class T>
+struct Dots {
+    Entries entries;
+    const T* weight;
+    const T* src;
+    int64_t step;
+    const T* factor;
+    T* dst;
+    int64_t row;
+    T* grad;
+};
+
+// One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.
+template <class T>
+struct Norm {
+    int64_t len;
+    T scale, shift;
+    bool relu;
+};
+
+// What the gradient of one channel needs besides the tensors.
+template <class T>
+struct NormGrad {
+    int64_t len;
+    T mean, inverse_std, scale, shift;  // scale = weight * inverse_std
+    bool relu, training;
+};
+
+struct Pool {
+    int64_t batch, height, width, out_height, out_width;
+    int32_t kh, kw, sh, sw, ph, pw, dh, dw;
+    bool count_padding;
+};
+
+template <class T>
+struct Table {
+    int sum_tile, dots_tile;  // elements that stay in registers
+    void (*sum)(const Sum<T>&, const Tile&, int64_t row0, int64_t row1);
+    void (*dots)(const Dots<T>&, const Tile&, int64_t row0, int64_t row1);
+    // `count` pieces of `len` elements from one spacing to another
+    void (*copy)(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len);
+    void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
+    double (*total)(const T* x, int64_t len);
+    double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
+    void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
+    // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x)
+    void (*norm_sums)(const NormGrad<T>&, const T* x, const T* z, const T* dz, double* sums);
+    void (*norm_gradient)(const NormGrad<T>&, const double* sums, const T* x, const T* z, const T* dz,
+                          T* dx, T* dresidual);
+    void (*max_pool)(const Pool&, const T* x, T* y, uint8_t* which);
+    void (*max_pool_gradient)(const Pool&, const T* dy, const uint8_t* which, T* dx);
+    void (*mean_pool)(const Pool&, const T* x, T* y);
+    void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
+};
+
+struct InstructionSet {
+    const char* name;
+    Table<float> f32;
+    Table<double> f64;
+};
+
+namespace generic {
+const InstructionSet& instruction_set();
+}
+#ifdef REWIRE_X86
+namespace avx2 {
+const InstructionSet& instruction_set();
+}
+namespace avx512 {
+const InstructionSet& instruction_set();
+}
+#endif
+
+}  // namespace rewire

@@ -1,0 +1,312 @@
+#include "layers.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "parallel.h"
+#include "plan.h"
+#include "scratch.h"
+
+namespace rewire {
+namespace {
+
+constexpr int64_t kGrain = 1 << 14;  // multiply-adds worth a second thread
+
+int worth(int64_t work, int threads) {
+    return int(std::max<int64_t>(1, std::min<int64_t>(threads, work / kGrain)));
+}
+
+// Calls body(k) for every k in [0, count), in blocks.
+template <class Body>
+void for_each_block(int64_t count, int threads, Body&& body) {
+    const int64_t block = 1 << 14;
+    parallel_for((count + block - 1) / block, threads, [&](int64_t b) {
+        for (int64_t k = b * block; k < std::min(count, (b + 1) * block); k++) body(k);
+    });
+}
+
+template <class T>
+Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int threads) {
+    Scratch<T> out(count);
+    for_each_block(count, threads, [&](int64_t k) { out[k] = values[places[k]]; });
+    return out;
+}
+
+// Rows of one panel of an image, packed as [channel][row][column][panel]. It moves down the image.
+template <class T>
+class Window {
+   public:
+    Window(const Table<T>& table, const Plan& plan, const T* tensor, int64_t n)
+        : table_(table),
+          plan_(plan),
+          tensor_(tensor + n),
+          len_(std::min(plan.panel, plan.batch - n)),
+          rows_(plan.channels * plan.plane() * plan.panel) {}
+
+    // The element where tap shift 0 of row i, column 0 reads, once all its rows are there.
+    const T* at(int64_t i) {
+        const int64_t low = i * plan_.h.stride + plan_.origin;
+        hold(std::max<int64_t>(low, 0),
+             std::min(plan_.height, i * plan_.h.stride + plan_.h.highest() + 1));
+        return rows_.get() + (low - first_) * plan_.row() * plan_.panel;
+    }
+
+   private:
+    void hold(int64_t low, int64_t high) {
+        const int64_t row = plan_.row() * plan_.panel, plane = plan_.plane() * plan_.panel;
+        if (high > first_ + plan_.window_rows) {  // full: keep what is still needed
+            const int64_t kept = std::max<int64_t>(0, last_ - low);
+            for (int64_t c = 0; kept && c < plan_.channels; c++)
+                std::memmove(&rows_[c * plane], &rows_[c * plane + (low - first_) * row],
+                             sizeof(T) * size_t(kept * row));
+            first_ = low;
+            last_ = std::max(last_, low);
+        }
+        for (; last_ < high; last_++)
+            for (int64_t c = 0; c < plan_.channels; c++)
+                table_.copy(tensor_ + (c * plan_.height + last_) * plan_.width * plan_.batch, plan_.batch,
+                            &rows_[c * plane + (last_ - first_) * row], plan_.panel, plan_.width, len_);
+    }
+
+    const Table<T>& table_;
+    const Plan& plan_;
+    const T* tensor_;
+    int64_t len_, first_ = 0, last_ = 0;
+    Scratch<T> rows_;
+};
+
+// The tiles of a pass in the order in which they are worked on, cut into tasks.
+template <class T>
+class Sweep {
+   public:
+    Sweep(const Table<T>& table, const Plan& plan, const T* tensor, int threads)
+        : table_(table), plan_(plan), tensor_(tensor), data_(tensor) {
+        if (plan.mode == Mode::window) {
+            tiles_ = plan.columns();
+            tasks_ = tiles_.empty() || !plan.h.count ? 0 : plan.panels() * plan.bands();
+            return;
+        }
+        tiles_ = plan.cut();
+        tasks_ = std::min<int64_t>(64, int64_t(tiles_.size()));
+        if (plan.mode == Mode::panels) pack(threads);
+    }
+
+    int64_t tasks() const { return tasks_; }
+    int64_t elements() const { return plan_.h.count * plan_.w.count * plan_.batch; }
+
+    // Calls body(source, tile) for the tiles of one task.
+    template <class Body>
+    void run(int64_t task, Body&& body) const {
+        if (plan_.mode == Mode::window) return slide(task, body);
+        const int64_t count = int64_t(tiles_.size());
+        for (int64_t t = count * task / tasks_; t < count * (task + 1) / tasks_; t++)
+            body(data_, tiles_[size_t(t)]);
+    }
+
+   private:
+    template <class Body>
+    void slide(int64_t task, Body&& body) const {
+        const int64_t bands = plan_.bands(), band = task % bands, n = task / bands * plan_.panel;
+        Window<T> window(table_, plan_, tensor_, n);
+        for (int64_t i = plan_.h.count * band / bands; i < plan_.h.count * (band + 1) / bands; i++) {
+            const T* source = window.at(i);
+            for (Tile tile : tiles_) {
+                plan_.h.valid(i, tile.kh0, tile.kh1);
+                tile.len = int32_t(std::min(plan_.panel, plan_.batch - n));
+                tile.dst += (plan_.h.first + i * plan_.h.every) * plan_.out_width * plan_.batch + n;
+                body(source, tile);
+            }
+        }
+    }
+
+    void pack(int threads) {
+        const int64_t width = plan_.panel, batch = plan_.batch, rows = plan_.channels, block = 256;
+        packed_ = Scratch<T>(plan_.panels() * rows * width);
+        parallel_for((rows + block - 1) / block, worth(rows * batch, threads), [&](int64_t b) {
+            const int64_t first = b * block, count = std::min(block, rows - first);
+            for (int64_t n = 0; n < batch; n += width)
+                table_.copy(tensor_ + first * batch + n, batch, &packed_[n * rows + first * width], width, count,
+                            std::min(width, batch - n));
+        });
+        data_ = packed_.get();
+    }
+
+    const Table<T>& table_;
+    const Plan& plan_;
+    const T *tensor_, *data_;
+    Scratch<T> packed_;
+    std::vector<Tile> tiles_;  // in a window: of one row
+    int64_t tasks_;
+};
+
+template <class T>
+void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const T* tensor, int64_t rows,
+             int64_t count, int threads) {
+    const Sweep<T> sweep(table, plan, tensor, threads);
+    if (!sweep.tasks() || !rows) return;
+    // A task of a window packs for itself, so its rows are cut only where tasks are few.
+    const auto cuts = cut_rows(sum.entries, rows, (plan.mode == Mode::window ? 8 : 32) / sweep.tasks());
+    const int64_t blocks = int64_t(cuts.size()) - 1;
+    parallel_for(sweep.tasks() * blocks, worth((count + rows) * sweep.elements(), threads), [&](int64_t task) {
+        Sum<T> mine = sum;
+        sweep.run(task / blocks, [&](const T* source, const Tile& tile) {
+            mine.src = source;
+            table.sum(mine, tile, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
+        });
+    });
+}
+
+// Many tasks are cut into parts, each with gradients of its own, which are added in order; a few are
+// taken one after another. Either way the result does not depend on which thread did what.
+template <class T>
+void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, const T* tensor, int64_t rows,
+              int64_t count, int threads) {
+    const Sweep<T> sweep(table, plan, tensor, threads);
+    std::memset(dots.grad, 0, sizeof(T) * size_t(count));
+    if (!sweep.tasks() || !rows) return;
+    threads = worth((count + rows) * sweep.elements(), threads);
+    if (plan.mode == Mode::panels || (plan.mode == Mode::direct && sweep.tasks() < 16)) {
+        const auto cuts = cut_rows(dots.entries, rows, 16);
+        for (int64_t task = 0; task < sweep.tasks(); task++)
+            parallel_for(int64_t(cuts.size()) - 1, threads, [&](int64_t b) {
+                Dots<T> mine = dots;
+                sweep.run(task, [&](const T* source, const Tile& tile) {
+                    mine.src = source;
+                    table.dots(mine, tile, cuts[size_t(b)], cuts[size_t(b + 1)]);
+                });
+            });
+        return;
+    }
+    const int64_t parts = std::min<int64_t>(8, sweep.tasks());
+    const Scratch<T> partial((parts - 1) * count);
+    parallel_for(parts, threads, [&](int64_t part) {
+        Dots<T> mine = dots;
+        if (part) {
+            mine.grad = partial.get() + (part - 1) * count;
+            std::memset(mine.grad, 0, sizeof(T) * size_t(count));
+        }
+        for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
+            sweep.run(t, [&](const T* source, const Tile& tile) {
+                mine.src = source;
+                table.dots(mine, tile, 0, rows);
+            });
+    });
+    for_each_block(count, threads, [&](int64_t e) {
+        for (int64_t part = 1; part < parts; part++) dots.grad[e] += partial[(part - 1) * count + e];
+    });
+}
+
+template <class T>
+Plan forward_plan(const Geometry& g, int panel) {
+    return Plan(forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh),
+                forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), g.in_channels, g.out_width, g.batch,
+                panel, sizeof(T));
+}
+
+// Calls pass(plan) for each set of input positions that share their taps: one where the stride is 1.
+template <class T, class Pass>
+void for_each_phase(const Geometry& g, int panel, Pass&& pass) {
+    for (int32_t rh = 0; rh < g.sh; rh++)
+        for (int32_t rw = 0; rw < g.sw; rw++)
+            pass(Plan(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, rh),
+                      backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, rw), g.out_channels, g.width,
+                      g.batch, panel, sizeof(T)));
+}
+
+}  // namespace
+
+template <class T>
+void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* values, const T* bias,
+             const T* x, T* y, int threads) {
+    const Plan plan = forward_plan<T>(g, table.sum_tile);
+    const Offsets offsets = forward_offsets(g, a, plan);
+    run_sum<T>(table, {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias}, plan, x,
+               g.out_channels, offsets.count, threads);
+}
+
+template <class T>
+void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* dy,
+                    T* dx, int threads) {
+    for_each_phase<T>(g, table.sum_tile, [&](const Plan& plan) {
+        const Offsets offsets = backward_offsets(g, a, plan);
+        const auto weight = gather(values, offsets.places, offsets.count, threads);
+        run_sum<T>(table,
+                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr}, plan,
+                   dy, g.in_channels, offsets.count, threads);
+    });
+}
+
+template <class T>
+void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* x, const T* dy,
+                     T* grad, int threads) {
+    const Plan plan = forward_plan<T>(g, table.dots_tile);
+    const Offsets offsets = forward_offsets(g, a, plan);
+    run_dots<T>(table,
+                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, grad}, plan,
+                x, g.out_channels, offsets.count, threads);
+}
+
+template <class T>
+void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* x,
+               const T* dy, T* dx, T* grad, int threads) {
+    for_each_phase<T>(g, table.dots_tile, [&](const Plan& plan) {
+        const Offsets offsets = backward_offsets(g, a, plan);
+        const auto weight = gather(values, offsets.places, offsets.count, threads);
+        const Scratch<T> mine(offsets.count);
+        run_dots<T>(table,
+                    {offsets.entries, weight.get(), nullptr, plan.step(), x, dx, g.in_plane() * g.batch, mine.get()},
+                    plan, dy, g.in_channels, offsets.count, threads);
+        for_each_block(offsets.count, threads, [&](int64_t k) { grad[offsets.places[k]] = mine[k]; });
+    });
+}
+
+template <class T>
+void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, T* sums, int threads) {
+    const int64_t block = 16;
+    parallel_for((rows + block - 1) / block, worth(rows * len / 4, threads), [&](int64_t b) {
+        for (int64_t r = b * block; r < std::min(rows, (b + 1) * block); r++)
+            sums[r] = T(table.total(x + r * len, len));
+    });
+}
+
+template <class T>
+void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T* out, int threads) {
+    const int64_t block = 64;  // columns of the input: rows of the output
+    parallel_for((cols + block - 1) / block, worth(rows * cols / 4, threads), [&](int64_t b) {
+        const int64_t c = b * block;
+        table.transpose(in + c, cols, out + c * rows, rows, rows, std::min(block, cols - c));
+    });
+}
+
+void by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
+              int32_t* outputs, int32_t* order) {
+    const int64_t slots = in_channels * taps;
+    std::vector<int32_t> next(size_t(slots + 1), 0);
+    auto slot = [&](int32_t index) { return taps == 1 ? index : index % in_channels * taps + index / in_channels; };
+    for (int32_t e = 0; e < a.ptr[out_channels]; e++) next[size_t(slot(a.indices[e]) + 1)]++;
+    for (int64_t s = 0; s < slots; s++) next[size_t(s + 1)] += next[size_t(s)];
+    std::copy(next.begin(), next.end(), ptr);
+    for (int64_t o = 0; o < out_channels; o++)
+        for (int32_t e = a.ptr[o]; e < a.ptr[o + 1]; e++) {
+            const int32_t k = next[size_t(slot(a.indices[e]))]++;
+            outputs[k] = int32_t(o);
+            order[k] = e;
+        }
+}
+
+#define REWIRE_INSTANTIATE(T)                                                                                       \
+    template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*, T*,   \
+                             int);                                                                                  \
+    template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
+    template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
+                                     int);                                                                          \
+    template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, const T*, T*,  \
+                               T*, int);                                                                            \
+    template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
+    template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
+
+REWIRE_INSTANTIATE(float)
+REWIRE_INSTANTIATE(double)
+
+}  // namespace rewire

@@ -1,0 +1,66 @@
+// Whole operators on raw pointers: planning, scratch memory and threads around the inner loops.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace rewire {
+
+// A 2-D convolution over batch-last activations; a linear layer is the one with 1 x 1 images.
+struct Geometry {
+    int64_t batch;
+    int64_t in_channels, height, width;
+    int64_t out_channels, out_height, out_width;
+    int32_t kh, kw, sh, sw, ph, pw, dh, dw;
+
+    int64_t taps() const { return int64_t(kh) * kw; }
+    int64_t in_plane() const { return height * width; }
+    int64_t out_plane() const { return out_height * out_width; }
+};
+
+// The active connections by output unit: row o holds indices[ptr[o] .. ptr[o+1]), ascending, where
+// input unit (kh*KW + kw)*in_channels + c is tap (kh, kw) of input channel c.
+struct ByOutput {
+    const int32_t* ptr;
+    const int32_t* indices;
+};
+
+// The same connections by input channel and tap: slot c*taps + t holds outputs[ptr[slot] ..
+// ptr[slot+1]), ascending; order[k] is where the k-th stands by output.
+struct ByInput {
+    const int32_t* ptr;
+    const int32_t* outputs;
+    const int32_t* order;
+};
+
+template <class T>
+void forward(const Table<T>&, const Geometry&, const ByOutput&, const T* values, const T* bias,
+             const T* x, T* y, int threads);
+
+template <class T>
+void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* dy,
+                    T* dx, int threads);
+
+// grad[e] = sum over positions of dy times x, for the connections e of `by_output`.
+template <class T>
+void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, T* grad,
+                     int threads);
+
+// Both gradients in one pass over dy.
+template <class T>
+void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x, const T* dy,
+               T* dx, T* grad, int threads);
+
+// sums[r] = sum of the r-th row
+template <class T>
+void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, int threads);
+
+template <class T>
+void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);
+
+// The same connections in the other order, by counting.
+void by_input(const ByOutput&, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
+              int32_t* outputs, int32_t* order);
+
+}  // namespace rewire

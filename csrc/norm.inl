@@ -1,0 +1,119 @@
+// Batch normalisation of one channel, which is one contiguous run in batch-last memory.
+
+namespace rewire::REWIRE_ISA {
+
+// Calls body(i, n) for consecutive pieces of one vector each; n < lanes only for the last.
+template <class T, class Body>
+REWIRE_INLINE void for_each_vector(int64_t len, Body&& body) {
+    constexpr int lanes = kLanes<T>;
+    int64_t i = 0;
+    for (; i + lanes <= len; i += lanes) body(i, lanes);
+    if (i < len) body(i, int(len - i));
+}
+
+template <class T>
+REWIRE_INLINE Vec<T> get(const T* p, int n) {
+    return n == kLanes<T> ? load<T>(p) : load_part(p, n);
+}
+
+template <class T>
+REWIRE_INLINE void put(T* p, Vec<T> v, int n) {
+    n == kLanes<T> ? store<T>(p, v) : store_part(p, v, n);
+}
+
+// The sum of value(x vector) over the run: vectors within blocks short enough for float32, doubles across.
+template <class T, class Value>
+REWIRE_INLINE double block_sum(int64_t len, Value&& value) {
+    constexpr int lanes = kLanes<T>;
+    constexpr int64_t block = 256 * lanes;
+    double sum = 0;
+    for (int64_t start = 0; start < len; start += block) {
+        const int64_t end = start + block < len ? start + block : len;
+        Vec<T> acc[4] = {};
+        int64_t i = start;
+        for (; i + 4 * lanes <= end; i += 4 * lanes)
+            for (int q = 0; q < 4; q++) acc[q] += value(i + q * lanes, lanes);
+        for (; i < end; i += lanes) acc[0] += value(i, end - i < lanes ? int(end - i) : lanes);
+        sum += double(sum_lanes<T>((acc[0] + acc[1]) + (acc[2] + acc[3])));
+    }
+    return sum;
+}
+
+template <class T>
+double total(const T* x, int64_t len) {
+    return block_sum<T>(len, [&](int64_t i, int n) { return get(x + i, n); });
+}
+
+template <class T>
+double variation(const T* x, int64_t len, T mean) {
+    const Vec<T> m = broadcast<T>(mean);
+    return block_sum<T>(len, [&](int64_t i, int n) {
+        Vec<T> d = get(x + i, n) - m;
+        if (n < kLanes<T>)
+            for (int q = n; q < kLanes<T>; q++) d[q] = 0;
+        return d * d;
+    });
+}
+
+template <class T, bool kRelu, bool kResidual>
+void normalize_as(const Norm<T>& p, const T* x, const T* residual, T* z) {
+    const Vec<T> scale = broadcast<T>(p.scale), shift = broadcast<T>(p.shift);
+    for_each_vector<T>(p.len, [&](int64_t i, int n) {
+        Vec<T> v = get(x + i, n) * scale + shift;
+        if constexpr (kResidual) v += get(residual + i, n);
+        put(z + i, kRelu ? rectify<T>(v) : v, n);
+    });
+}
+
+template <class T>
+void normalize(const Norm<T>& p, const T* x, const T* residual, T* z) {
+    if (p.relu)
+        residual ? normalize_as<T, true, true>(p, x, residual, z) : normalize_as<T, true, false>(p, x, residual, z);
+    else
+        residual ? normalize_as<T, false, true>(p, x, residual, z) : normalize_as<T, false, false>(p, x, residual, z);
+}
+
+// The gradient that passes the rectifier: by the output if it was kept, else by computing it again.
+template <class T>
+REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T* dz, int64_t i, int n) {
+    const Vec<T> g = get(dz + i, n);
+    if (!p.relu) return g;
+    const Vec<T> out = z ? get(z + i, n) : x * p.scale + p.shift;
+    return out <= Vec<T>{} ? Vec<T>{} : g;
+}
+
+template <class T>
+void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, double* sums) {
+    constexpr int lanes = kLanes<T>;
+    constexpr int64_t block = 256 * lanes;
+    double sum_g = 0, sum_gx = 0;
+    for (int64_t start = 0; start < p.len; start += block) {
+        const int64_t len = p.len - start < block ? p.len - start : block;
+        Vec<T> a = {}, b = {};
+        for_each_vector<T>(len, [&](int64_t i, int n) {
+            const Vec<T> v = get(x + start + i, n);
+            const Vec<T> g = passed(p, v, z, dz, start + i, n);
+            a += g;
+            b += g * ((v - p.mean) * p.inverse_std);
+        });
+        sum_g += double(sum_lanes<T>(a));
+        sum_gx += double(sum_lanes<T>(b));
+    }
+    sums[0] = sum_g;
+    sums[1] = sum_gx;
+}
+
+template <class T>
+void norm_gradient(const NormGrad<T>& p, const double* sums, const T* x, const T* z, const T* dz, T* dx,
+                   T* dresidual) {
+    const T mean_g = p.training ? T(sums[0] / double(p.len)) : T(0);
+    const T mean_gx = p.training ? T(sums[1] / double(p.len)) * p.inverse_std : T(0);
+    for_each_vector<T>(p.len, [&](int64_t i, int n) {
+        const Vec<T> v = get(x + i, n);
+        const Vec<T> g = passed(p, v, z, dz, i, n);
+        if (dresidual) put(dresidual + i, g, n);
+        put(dx + i, (g - mean_g - (v - p.mean) * mean_gx) * p.scale, n);
+    });
+}
+
+}  // namespace rewire::REWIRE_ISA

@@ -1,0 +1,188 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace rewire {
+namespace {
+
+constexpr int64_t kPackMin = 128 << 10;    // bytes of a source that is worth packing,
+constexpr int64_t kPanelsMax = 64 << 20;   // and the most that is copied whole
+constexpr int64_t kWindow = 192 << 10;     // bytes of a window that stays in a core's own cache
+
+}  // namespace
+
+void Axis::valid(int64_t i, int32_t& begin, int32_t& end) const {
+    begin = 0;
+    end = int32_t(taps.size());
+    auto inside = [&](int32_t k) {
+        const int64_t at = i * stride + shift[size_t(k)];
+        return at >= 0 && at < source;
+    };
+    while (begin < end && !inside(begin)) begin++;
+    while (end > begin && !inside(end - 1)) end--;
+}
+
+int64_t Axis::lowest() const { return shift.empty() ? 0 : std::min(shift.front(), shift.back()); }
+int64_t Axis::highest() const { return shift.empty() ? 0 : std::max(shift.front(), shift.back()); }
+
+Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d) {
+    Axis axis{out, s, size, 0, 1, {}, {}};
+    for (int32_t t = 0; t < k; t++) {
+        axis.taps.push_back(t);
+        axis.shift.push_back(int64_t(t) * d - p);
+    }
+    return axis;
+}
+
+Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d, int32_t r) {
+    Axis axis{r < size ? (size - r + s - 1) / s : 0, 1, out, r, s, {}, {}};
+    for (int32_t t = 0; t < k; t++) {
+        const int64_t at = int64_t(r) + p - int64_t(t) * d;
+        if (at % s) continue;
+        axis.taps.push_back(t);
+        axis.shift.push_back(at / s);
+    }
+    return axis;
+}
+
+Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, int64_t element)
+    : h(std::move(h_)),
+      w(std::move(w_)),
+      channels(channels_),
+      height(h.source),
+      width(w.source),
+      out_width(out_width_),
+      batch(batch_),
+      panel(panel_),
+      mode(Mode::direct) {
+    const int64_t bytes = channels * height * width * batch * element;
+    if (batch <= panel || bytes <= kPackMin) return;
+    if (height * width == 1) {
+        if (bytes <= kPanelsMax) mode = Mode::panels;
+        return;
+    }
+    mode = Mode::window;
+    origin = h.lowest();
+    const int64_t span = h.highest() - origin + 1, row_bytes = channels * row() * panel * element;
+    window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
+}
+
+int64_t Plan::bands() const {
+    const int64_t rows = 4 * std::max<int64_t>(1, (h.highest() - h.lowest()) / std::max<int64_t>(1, h.stride));
+    return std::max<int64_t>(1, std::min(h.count / rows, (32 + panels() - 1) / panels()));
+}
+
+std::vector<Tile> Plan::columns() const {
+    std::vector<Tile> tiles;
+    for (int64_t j = 0; j < w.count; j++) {
+        Tile tile{};
+        w.valid(j, tile.kw0, tile.kw1);
+        tile.count = 1;
+        if (!tiles.empty() && tiles.back().kw0 == tile.kw0 && tiles.back().kw1 == tile.kw1) {
+            tiles.back().count++;
+            continue;
+        }
+        const int64_t from = w.stride * j, to = w.first + j * w.every;
+        tile.src = from * step();
+        tile.dst = to * batch;
+        tile.src_step = w.stride * step();
+        tile.dst_step = w.every * batch;
+        tiles.push_back(tile);
+    }
+    return tiles;
+}
+
+std::vector<Tile> Plan::cut() const {
+    std::vector<Tile> tiles;
+    const auto row = columns();
+    // Where a panel is wider than the batch, neighbouring positions are one run of elements.
+    const bool join = batch < panel && w.stride == 1 && w.every == 1;
+    for (int64_t n = 0; n < batch; n += panel)
+        for (int64_t i = 0; i < h.count; i++)
+            for (Tile tile : row) {
+                h.valid(i, tile.kh0, tile.kh1);
+                tile.dst += (h.first + i * h.every) * out_width * batch + n;
+                tile.src += mode == Mode::panels ? n * channels : i * h.stride * width * batch + n;
+                tile.len = int32_t(std::min(panel, batch - n));
+                if (join) {
+                    tile.len = int32_t(tile.count * batch);
+                    tile.count = 1;
+                }
+                tiles.push_back(tile);
+            }
+    return tiles;
+}
+
+Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) {
+    Offsets out;
+    const int64_t taps = g.taps(), plane = plan.plane();
+    out.places = nullptr;
+    out.count = a.ptr[g.out_channels];
+    if (taps == 1 && plane == 1) {
+        out.entries = {a.ptr, a.indices, 1, 1};
+        return out;
+    }
+    std::vector<int64_t> shift;
+    for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw)));
+    out.ptr.resize(size_t(g.out_channels * taps + 1));
+    out.offset.resize(size_t(out.count));
+    int32_t e = 0;
+    for (int64_t o = 0; o < g.out_channels; o++)
+        for (int64_t t = 0; t < taps; t++) {
+            out.ptr[size_t(o * taps + t)] = e;
+            const int64_t first = t * g.in_channels, last = first + g.in_channels;
+            for (; e < a.ptr[o + 1] && a.indices[e] < last; e++)
+                out.offset[size_t(e)] = int32_t((a.indices[e] - first) * plane + shift[size_t(t)]);
+        }
+    out.ptr.back() = e;
+    out.entries = {out.ptr.data(), out.offset.data(), g.kh, g.kw};
+    return out;
+}
+
+Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) {
+    Offsets out;
+    const int64_t taps = g.taps(), plane = plan.plane();
+    if (taps == 1 && plane == 1 && plan.h.taps.size() == 1 && plan.w.taps.size() == 1) {
+        out.entries = {a.ptr, a.outputs, 1, 1};
+        out.places = a.order;
+        out.count = a.ptr[g.in_channels];
+        return out;
+    }
+    for (int64_t c = 0; c < g.in_channels; c++)
+        for (size_t i = 0; i < plan.h.taps.size(); i++)
+            for (size_t j = 0; j < plan.w.taps.size(); j++) {
+                out.ptr.push_back(int32_t(out.offset.size()));
+                const int64_t slot = c * taps + int64_t(plan.h.taps[i]) * g.kw + plan.w.taps[j];
+                const int64_t shift = plan.shift(i, j);
+                for (int32_t k = a.ptr[slot]; k < a.ptr[slot + 1]; k++) {
+                    out.offset.push_back(int32_t(a.outputs[k] * plane + shift));
+                    out.order.push_back(a.order[k]);
+                }
+            }
+    out.ptr.push_back(int32_t(out.offset.size()));
+    out.entries = {out.ptr.data(), out.offset.data(), int32_t(plan.h.taps.size()), int32_t(plan.w.taps.size())};
+    out.places = out.order.data();
+    out.count = int64_t(out.order.size());
+    return out;
+}
+
+std::vector<int64_t> cut_rows(const Entries& entries, int64_t rows, int64_t blocks) {
+    const int64_t taps = entries.taps_h * entries.taps_w;
+    blocks = std::max<int64_t>(1, std::min(blocks, rows));
+    auto load = [&](int64_t row) { return int64_t(entries.ptr[row * taps]) + 2 * row; };
+    std::vector<int64_t> cuts{0};
+    for (int64_t b = 1; b < blocks; b++) {
+        const int64_t goal = load(rows) * b / blocks;
+        int64_t low = cuts.back(), high = rows;
+        while (low < high) {
+            const int64_t middle = (low + high) / 2;
+            load(middle) < goal ? low = middle + 1 : high = middle;
+        }
+        cuts.push_back(low);
+    }
+    cuts.push_back(rows);
+    return cuts;
+}
+
+}  // namespace rewire

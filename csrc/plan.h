@@ -1,0 +1,78 @@
+// How one pass over a layer is cut into work: which positions read which, in what order, from where.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "layers.h"
+
+namespace rewire {
+
+// One axis of an image: index i of what is computed reads source index i*stride + shift[k] through the
+// k-th of `taps`, and lies at first + i*every in its own plane.
+struct Axis {
+    int64_t count, stride, source;
+    int64_t first, every;
+    std::vector<int32_t> taps;
+    std::vector<int64_t> shift;  // ascending or descending
+
+    // The taps whose source lies inside the image.
+    void valid(int64_t i, int32_t& begin, int32_t& end) const;
+    int64_t lowest() const;
+    int64_t highest() const;
+};
+
+Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d);
+// Input positions r, r + s, r + 2s, ... and the taps that connect them to output positions.
+Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d, int32_t r);
+
+// Where the source is read from while a task runs.
+//   direct: the tensor, [channel][position][batch].
+//   panels: a copy of it, [panel][channel][width], for images of one position (linear layers).
+//   window: a few rows of one panel of the image, [channel][row][column][width], packed by each task
+//           just before they are needed.
+// In the tensor the planes of a channel often lie a power of two apart and fall on each other in the
+// cache; a panel is contiguous.
+enum class Mode { direct, panels, window };
+
+struct Plan {
+    Axis h, w;
+    int64_t channels, height, width;  // of the source
+    int64_t out_width;                // of the plane that is computed
+    int64_t batch, panel;             // columns of the batch, and how many are taken at once
+    Mode mode;
+    int64_t origin = 0, window_rows = 0;  // lowest row shift; rows a window holds
+
+    Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, int64_t element);
+
+    int64_t panels() const { return (batch + panel - 1) / panel; }
+    int64_t step() const { return mode == Mode::direct ? batch : panel; }
+    int64_t row() const { return mode == Mode::window ? width + 1 : width; }
+    int64_t plane() const { return mode == Mode::window ? window_rows * row() : height * width; }
+    // Positions from where a tile reads to where tap (i, j) reads.
+    int64_t shift(std::size_t i, std::size_t j) const { return (h.shift[i] - origin) * row() + w.shift[j]; }
+
+    // A task of a window is a band of rows of one panel.
+    int64_t bands() const;
+    // One row of the plane: the runs of columns that share their taps.
+    std::vector<Tile> columns() const;
+    // The tiles of the other modes.
+    std::vector<Tile> cut() const;
+};
+
+// Entries of one pass with the positions they read; for a linear layer, the connections as they are.
+struct Offsets {
+    std::vector<int32_t> ptr, offset, order;
+    Entries entries;
+    const int32_t* places;  // by input: where each entry stands by output
+    int64_t count;
+};
+
+Offsets forward_offsets(const Geometry&, const ByOutput&, const Plan&);
+Offsets backward_offsets(const Geometry&, const ByInput&, const Plan&);
+
+// The rows cut into at most `blocks` runs of about the same work.
+std::vector<int64_t> cut_rows(const Entries&, int64_t rows, int64_t blocks);
+
+}  // namespace rewire

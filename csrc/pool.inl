@@ -1,0 +1,137 @@
+// Pooling of one channel plane [H][W][N].
+
+namespace rewire::REWIRE_ISA {
+
+template <class T>
+struct IndexOf;
+template <>
+struct IndexOf<float> {
+    typedef int32_t type __attribute__((vector_size(kBytes)));
+};
+template <>
+struct IndexOf<double> {
+    typedef int64_t type __attribute__((vector_size(kBytes)));
+};
+
+// Positions of one window, or the windows over one position: at most 255 (a tap fits in a byte).
+struct Window {
+    int count = 0;
+    int64_t at[256];
+    int tap[256];
+
+    void of_output(const Pool& p, int64_t oh, int64_t ow) {
+        count = 0;
+        for (int kh = 0; kh < p.kh; kh++)
+            for (int kw = 0; kw < p.kw; kw++) {
+                const int64_t h = oh * p.sh - p.ph + kh * p.dh, w = ow * p.sw - p.pw + kw * p.dw;
+                if (h >= 0 && h < p.height && w >= 0 && w < p.width) add(h * p.width + w, kh * p.kw + kw);
+            }
+    }
+    void of_input(const Pool& p, int64_t h, int64_t w) {
+        count = 0;
+        for (int kh = 0; kh < p.kh; kh++)
+            for (int kw = 0; kw < p.kw; kw++) {
+                const int64_t oh = h + p.ph - kh * p.dh, ow = w + p.pw - kw * p.dw;
+                if (oh >= 0 && ow >= 0 && oh % p.sh == 0 && ow % p.sw == 0 && oh / p.sh < p.out_height &&
+                    ow / p.sw < p.out_width)
+                    add(oh / p.sh * p.out_width + ow / p.sw, kh * p.kw + kw);
+            }
+    }
+
+   private:
+    void add(int64_t position, int which) {
+        at[count] = position;
+        tap[count++] = which;
+    }
+};
+
+template <class T>
+void max_pool(const Pool& p, const T* x, T* y, uint8_t* which) {
+    using Index = typename IndexOf<T>::type;
+    using Element = decltype(Index{}[0] + 0);
+    Window window;
+    for (int64_t o = 0; o < p.out_height * p.out_width; o++) {
+        window.of_output(p, o / p.out_width, o % p.out_width);
+        for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+            Vec<T> best = get(x + window.at[0] * p.batch + i, n);
+            Index tap = Index{} + Element(window.tap[0]);
+            for (int k = 1; k < window.count; k++) {
+                const Vec<T> v = get(x + window.at[k] * p.batch + i, n);
+                const Index larger = (v > best) | (v != v);
+                best = larger ? v : best;
+                tap = larger ? Index{} + Element(window.tap[k]) : tap;
+            }
+            put(y + o * p.batch + i, best, n);
+            if (which)
+                for (int q = 0; q < n; q++) which[o * p.batch + i + q] = uint8_t(tap[q]);
+        });
+    }
+}
+
+template <class T>
+void max_pool_gradient(const Pool& p, const T* dy, const uint8_t* which, T* dx) {
+    Window window;
+    for (int64_t h = 0; h < p.height * p.width; h++) {
+        window.of_input(p, h / p.width, h % p.width);
+        T* out = dx + h * p.batch;
+        if (!window.count) std::memset(out, 0, sizeof(T) * size_t(p.batch));
+        for (int k = 0; k < window.count; k++) {
+            const T* g = dy + window.at[k] * p.batch;
+            const uint8_t* from = which + window.at[k] * p.batch;
+            const uint8_t tap = uint8_t(window.tap[k]);
+            if (k == 0)
+                for (int64_t i = 0; i < p.batch; i++) out[i] = from[i] == tap ? g[i] : T(0);
+            else
+                for (int64_t i = 0; i < p.batch; i++) out[i] += from[i] == tap ? g[i] : T(0);
+        }
+    }
+}
+
+// One over the number of positions that torch takes the mean of one window over.
+template <class T>
+REWIRE_INLINE T share(const Pool& p, int64_t oh, int64_t ow) {
+    int64_t h0 = oh * p.sh - p.ph, w0 = ow * p.sw - p.pw;
+    int64_t h1 = h0 + p.kh < p.height + p.ph ? h0 + p.kh : p.height + p.ph;
+    int64_t w1 = w0 + p.kw < p.width + p.pw ? w0 + p.kw : p.width + p.pw;
+    if (!p.count_padding) {
+        h0 = h0 < 0 ? 0 : h0;
+        w0 = w0 < 0 ? 0 : w0;
+        h1 = h1 > p.height ? p.height : h1;
+        w1 = w1 > p.width ? p.width : w1;
+    }
+    return T(1) / T((h1 - h0) * (w1 - w0));
+}
+
+template <class T>
+void mean_pool(const Pool& p, const T* x, T* y) {
+    Window window;
+    for (int64_t oh = 0; oh < p.out_height; oh++)
+        for (int64_t ow = 0; ow < p.out_width; ow++, y += p.batch) {
+            window.of_output(p, oh, ow);
+            const Vec<T> scale = broadcast<T>(share<T>(p, oh, ow));
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                Vec<T> sum = {};
+                for (int k = 0; k < window.count; k++) sum += get(x + window.at[k] * p.batch + i, n);
+                put(y + i, sum * scale, n);
+            });
+        }
+}
+
+template <class T>
+void mean_pool_gradient(const Pool& p, const T* dy, T* dx) {
+    Window window;
+    for (int64_t h = 0; h < p.height; h++)
+        for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
+            window.of_input(p, h, w);
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                Vec<T> sum = {};
+                for (int k = 0; k < window.count; k++) {
+                    const int64_t o = window.at[k];
+                    sum += get(dy + o * p.batch + i, n) * share<T>(p, o / p.out_width, o % p.out_width);
+                }
+                put(dx + i, sum, n);
+            });
+        }
+}
+
+}  // namespace rewire::REWIRE_ISA

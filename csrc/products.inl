@@ -1,0 +1,192 @@
+// Products over the connections of a layer.
+
+namespace rewire::REWIRE_ISA {
+
+// The runs of entries of one row whose taps are valid in a tile: run r lies between two places of the
+// row's pointers, which move by `step` from run to run.
+struct Runs {
+    int32_t count, begin, end, step;
+
+    REWIRE_INLINE Runs(const Entries& entries, const Tile& tile) {
+        const int32_t w = entries.taps_w;
+        const bool whole = tile.kw1 - tile.kw0 == w;  // then the rows of taps follow each other
+        count = whole ? 1 : tile.kh1 - tile.kh0;
+        begin = tile.kh0 * w + tile.kw0;
+        end = (whole ? tile.kh1 - 1 : tile.kh0) * w + tile.kw1;
+        step = w;
+    }
+};
+
+// One tile of V vectors, the last of them cut to `rest` lanes if kPart.
+template <class T, int V, bool kPart>
+struct Lane {
+    static REWIRE_INLINE Vec<T> get(const T* p, int i, int rest) {
+        if constexpr (kPart) {
+            if (i == V - 1) return load_part(p + i * kLanes<T>, rest);
+        }
+        return load<T>(p + i * kLanes<T>);
+    }
+    static REWIRE_INLINE void put(T* p, int i, Vec<T> v, int rest) {
+        if constexpr (kPart) {
+            if (i == V - 1) return store_part(p + i * kLanes<T>, v, rest);
+        }
+        store<T>(p + i * kLanes<T>, v);
+    }
+};
+
+// V vectors at each of P positions, which follow each other in the source if P > 1.
+template <class T, int V, int P, bool kPart>
+REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
+                            int64_t dst_step, T start, int rest) {
+    using L = Lane<T, V * P, kPart>;
+    const int32_t* offset = p.entries.offset;
+    const T* weight = p.weight;
+    const int64_t step = p.step;
+    Vec<T> acc[V * P];
+    for (int i = 0; i < V * P; i++) acc[i] = broadcast<T>(start);
+    Vec<T> other[V * P] = {};  // every second entry: one sum alone waits for its own last addition
+    for (int32_t r = 0; r < runs.count; r++) {
+        int32_t e = ptr[runs.begin + r * runs.step];
+        const int32_t end = ptr[runs.end + r * runs.step];
+        for (; V * P <= 4 && e + 2 <= end; e += 2) {
+            const T *from = src + offset[e] * step, *next = src + offset[e + 1] * step;
+            const Vec<T> w = broadcast<T>(weight[e]), v = broadcast<T>(weight[e + 1]);
+#pragma GCC unroll 8
+            for (int i = 0; i < V * P; i++) {
+                acc[i] += w * L::get(from, i, rest);
+                other[i] += v * L::get(next, i, rest);
+            }
+        }
+        for (; e < end; e++) {
+            const T* from = src + offset[e] * step;
+            const Vec<T> w = broadcast<T>(weight[e]);
+#pragma GCC unroll 8
+            for (int i = 0; i < V * P; i++) acc[i] += w * L::get(from, i, rest);
+        }
+    }
+    if (V * P <= 4)
+        for (int i = 0; i < V * P; i++) acc[i] += other[i];
+    for (int q = 0; q < P; q++)
+        for (int i = 0; i < V; i++)
+            Lane<T, V, kPart>::put(dst + q * dst_step, i, acc[q * V + i], rest);
+}
+
+// A single column: batch-1 inference.
+template <class T>
+REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
+                              T start) {
+    const int32_t* offset = p.entries.offset;
+    T acc[4] = {start, 0, 0, 0};
+    for (int32_t r = 0; r < runs.count; r++) {
+        int32_t e = ptr[runs.begin + r * runs.step];
+        const int32_t end = ptr[runs.end + r * runs.step];
+        for (; e + 4 <= end; e += 4)
+            for (int q = 0; q < 4; q++) acc[q] += p.weight[e + q] * src[offset[e + q] * p.step];
+        for (; e < end; e++) acc[0] += p.weight[e] * src[offset[e] * p.step];
+    }
+    *dst = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+}
+
+// Rows outside, positions inside: what a row reads and writes then moves through memory in order.
+template <class T>
+void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
+    constexpr int lanes = kLanes<T>;
+    const Runs runs(p.entries, tile);
+    const int64_t taps = p.entries.taps_h * p.entries.taps_w;
+    const bool pairs = tile.len == 4 * lanes && tile.src_step == tile.len;
+    for (int64_t row = row0; row < row1; row++) {
+        const int32_t* ptr = p.entries.ptr + row * taps;
+        const T start = p.start ? p.start[row] : T(0);
+        const T* src = p.src + tile.src;
+        T* dst = p.dst + row * p.row + tile.dst;
+        int32_t left = tile.count;
+        for (; pairs && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
+            sum_tile<T, 4, 2, false>(p, runs, ptr, src, dst, tile.dst_step, start, 0);
+        for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
+            if (tile.len == 1) {
+                sum_column(p, runs, ptr, src, dst, start);
+                continue;
+            }
+            int at = 0;
+            for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
+                sum_tile<T, 4, 1, false>(p, runs, ptr, src + at, dst + at, 0, start, 0);
+            for (; tile.len - at >= lanes; at += lanes)
+                sum_tile<T, 1, 1, false>(p, runs, ptr, src + at, dst + at, 0, start, 0);
+            if (at < tile.len) sum_tile<T, 1, 1, true>(p, runs, ptr, src + at, dst + at, 0, start, tile.len - at);
+        }
+    }
+}
+
+// <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
+template <class T, int V, bool kPart, bool kDst>
+REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V], Vec<T> (&acc)[V], int rest) {
+    const Vec<T> w = broadcast<T>(weight);
+    Vec<T> dot;
+#pragma GCC unroll 8
+    for (int i = 0; i < V; i++) {
+        Vec<T> v = Lane<T, V, kPart>::get(from, i, rest);
+        if constexpr (kDst) hold<T>(v);
+        if constexpr (kDst) acc[i] += w * v;
+        dot = i ? dot + factor[i] * v : factor[i] * v;
+    }
+    return dot;
+}
+
+template <class T, int V, bool kPart, bool kDst>
+REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t here,
+                             int rest) {
+    using L = Lane<T, V, kPart>;
+    const int32_t* offset = p.entries.offset;
+    const T* weight = p.weight;
+    const int64_t step = p.step;
+    T* grad = p.grad;
+    Vec<T> factor[V], acc[V];
+    for (int i = 0; i < V; i++) {
+        factor[i] = L::get(p.factor + here, i, rest);
+        acc[i] = Vec<T>{};
+    }
+    for (int32_t r = 0; r < runs.count; r++) {
+        int32_t e = ptr[runs.begin + r * runs.step];
+        const int32_t end = ptr[runs.end + r * runs.step];
+        for (; e + 4 <= end; e += 4) {
+            Vec<T> dot[4];
+#pragma GCC unroll 4
+            for (int q = 0; q < 4; q++)
+                dot[q] = dot_entry<T, V, kPart, kDst>(src + offset[e + q] * step, kDst ? weight[e + q] : T(0),
+                                                      factor, acc, rest);
+            add_sums(grad + e, dot);
+        }
+        for (; e < end; e++)
+            grad[e] += sum_lanes<T>(dot_entry<T, V, kPart, kDst>(src + offset[e] * step, kDst ? weight[e] : T(0),
+                                                                 factor, acc, rest));
+    }
+    if constexpr (kDst)
+        for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
+}
+
+template <class T, bool kDst>
+void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
+    constexpr int lanes = kLanes<T>;
+    const Runs runs(p.entries, tile);
+    const int64_t taps = p.entries.taps_h * p.entries.taps_w;
+    for (int64_t row = row0; row < row1; row++) {
+        const int32_t* ptr = p.entries.ptr + row * taps;
+        const T* src = p.src + tile.src;
+        int64_t here = row * p.row + tile.dst;
+        for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
+            int at = 0;
+            for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
+                dots_tile<T, 4, false, kDst>(p, runs, ptr, src + at, here + at, 0);
+            for (; tile.len - at >= lanes; at += lanes)
+                dots_tile<T, 1, false, kDst>(p, runs, ptr, src + at, here + at, 0);
+            if (at < tile.len) dots_tile<T, 1, true, kDst>(p, runs, ptr, src + at, here + at, tile.len - at);
+        }
+    }
+}
+
+template <class T>
+void dots(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
+    p.dst ? dots_rows<T, true>(p, tile, row0, row1) : dots_rows<T, false>(p, tile, row0, row1);
+}
+
+}  // namespace rewire::REWIRE_ISA

@@ -1,0 +1,189 @@
+// One vector type per instruction set, on the compiler's portable vectors. The file is compiled once
+// for each instruction set, inside its own namespace (REWIRE_ISA).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
+#include <immintrin.h>
+#endif
+
+namespace rewire::REWIRE_ISA {
+
+#if defined(REWIRE_AVX512)
+constexpr int kBytes = 64;
+#elif defined(REWIRE_AVX2)
+constexpr int kBytes = 32;
+#else
+constexpr int kBytes = 16;
+#endif
+
+template <class T>
+struct VecOf;
+template <>
+struct VecOf<float> {
+    typedef float type __attribute__((vector_size(kBytes)));
+};
+template <>
+struct VecOf<double> {
+    typedef double type __attribute__((vector_size(kBytes)));
+};
+template <class T>
+using Vec = typename VecOf<T>::type;
+template <class T>
+constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
+
+#define REWIRE_INLINE inline __attribute__((always_inline))
+
+template <class T>
+REWIRE_INLINE Vec<T> load(const T* p) {
+    Vec<T> v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+template <class T>
+REWIRE_INLINE void store(T* p, Vec<T> v) {
+    std::memcpy(p, &v, sizeof v);
+}
+
+template <class T>
+REWIRE_INLINE Vec<T> broadcast(T x);
+#if defined(REWIRE_AVX512)
+template <>
+REWIRE_INLINE Vec<float> broadcast(float x) {
+    return (Vec<float>)_mm512_set1_ps(x);
+}
+template <>
+REWIRE_INLINE Vec<double> broadcast(double x) {
+    return (Vec<double>)_mm512_set1_pd(x);
+}
+#elif defined(REWIRE_AVX2)
+template <>
+REWIRE_INLINE Vec<float> broadcast(float x) {
+    return (Vec<float>)_mm256_set1_ps(x);
+}
+template <>
+REWIRE_INLINE Vec<double> broadcast(double x) {
+    return (Vec<double>)_mm256_set1_pd(x);
+}
+#else
+template <>
+REWIRE_INLINE Vec<float> broadcast(float x) {
+    return Vec<float>{x, x, x, x};
+}
+template <>
+REWIRE_INLINE Vec<double> broadcast(double x) {
+    return Vec<double>{x, x};
+}
+#endif
+
+// Keeps a loaded vector in its register: compilers would rather load it again for each use, and loads
+// are what the products wait for.
+template <class T>
+REWIRE_INLINE void hold(Vec<T>& v) {
+#if defined(REWIRE_AVX512)
+    asm("" : "+v"(v));
+#elif defined(REWIRE_AVX2)
+    asm("" : "+x"(v));
+#else
+    (void)v;
+#endif
+}
+
+// max(v, 0) that lets NaN through, as torch's relu does.
+template <class T>
+REWIRE_INLINE Vec<T> rectify(Vec<T> v) {
+    return v < Vec<T>{} ? Vec<T>{} : v;
+}
+
+// The first n lanes, zeros behind them; nothing past p + n is touched.
+#if defined(REWIRE_AVX512)
+REWIRE_INLINE Vec<float> load_part(const float* p, int n) {
+    return (Vec<float>)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
+}
+REWIRE_INLINE Vec<double> load_part(const double* p, int n) {
+    return (Vec<double>)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+}
+REWIRE_INLINE void store_part(float* p, Vec<float> v, int n) {
+    _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
+}
+REWIRE_INLINE void store_part(double* p, Vec<double> v, int n) {
+    _mm512_mask_storeu_pd(p, (__mmask8)((1u << n) - 1), (__m512d)v);
+}
+#elif defined(REWIRE_AVX2)
+REWIRE_INLINE __m256i first_lanes(int n, float) {
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+REWIRE_INLINE __m256i first_lanes(int n, double) {
+    return _mm256_cmpgt_epi64(_mm256_set1_epi64x(n), _mm256_setr_epi64x(0, 1, 2, 3));
+}
+REWIRE_INLINE Vec<float> load_part(const float* p, int n) {
+    return (Vec<float>)_mm256_maskload_ps(p, first_lanes(n, 0.0f));
+}
+REWIRE_INLINE Vec<double> load_part(const double* p, int n) {
+    return (Vec<double>)_mm256_maskload_pd(p, first_lanes(n, 0.0));
+}
+template <class T>
+REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {  // masked stores are slow on some CPUs
+    for (int i = 0; i < n; i++) p[i] = v[i];
+}
+#else
+template <class T>
+REWIRE_INLINE Vec<T> load_part(const T* p, int n) {
+    Vec<T> v{};
+    for (int i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+template <class T>
+REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {
+    for (int i = 0; i < n; i++) p[i] = v[i];
+}
+#endif
+
+// The sum of all lanes, always in the same order.
+template <class T>
+REWIRE_INLINE T sum_lanes(Vec<T> v) {
+    T part[kLanes<T>];
+    store(part, v);
+    for (int width = kLanes<T> / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+
+// sums[q] += the sum of the lanes of v[q], q = 0..3.
+#if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
+#if defined(REWIRE_AVX512)
+REWIRE_INLINE __m256 half(Vec<float> v) {
+    __m512 x = (__m512)v;
+    return _mm256_add_ps(_mm512_castps512_ps256(x),
+                         _mm256_castpd_ps(_mm512_extractf64x4_pd(_mm512_castps_pd(x), 1)));
+}
+REWIRE_INLINE __m256d half(Vec<double> v) {
+    __m512d x = (__m512d)v;
+    return _mm256_add_pd(_mm512_castpd512_pd256(x), _mm512_extractf64x4_pd(x, 1));
+}
+#else
+REWIRE_INLINE __m256 half(Vec<float> v) { return (__m256)v; }
+REWIRE_INLINE __m256d half(Vec<double> v) { return (__m256d)v; }
+#endif
+REWIRE_INLINE void add_sums(float* sums, const Vec<float> (&v)[4]) {
+    __m256 a = _mm256_hadd_ps(half(v[0]), half(v[1])), b = _mm256_hadd_ps(half(v[2]), half(v[3]));
+    __m256 c = _mm256_hadd_ps(a, b);
+    __m128 d = _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1));
+    _mm_storeu_ps(sums, _mm_add_ps(_mm_loadu_ps(sums), d));
+}
+REWIRE_INLINE void add_sums(double* sums, const Vec<double> (&v)[4]) {
+    __m256d a = _mm256_hadd_pd(half(v[0]), half(v[1])), b = _mm256_hadd_pd(half(v[2]), half(v[3]));
+    __m256d c = _mm256_add_pd(_mm256_permute2f128_pd(a, b, 0x21), _mm256_blend_pd(a, b, 0xC));
+    _mm256_storeu_pd(sums, _mm256_add_pd(_mm256_loadu_pd(sums), c));
+}
+#else
+template <class T>
+REWIRE_INLINE void add_sums(T* sums, const Vec<T> (&v)[4]) {
+    for (int q = 0; q < 4; q++) sums[q] += sum_lanes<T>(v[q]);
+}
+#endif
+
+}  // namespace rewire::REWIRE_ISA

@@ -1,0 +1,76 @@
+// Moving data: pieces from one spacing to another, and rows into columns, 16 x 16 at a time.
+
+namespace rewire::REWIRE_ISA {
+
+template <class T>
+void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len) {
+    constexpr int lanes = kLanes<T>;
+    if (len == 4 * lanes) {
+        for (int64_t k = 0; k < count; k++, from += from_step, to += to_step) {
+            const Vec<T> a = load<T>(from), b = load<T>(from + lanes), c = load<T>(from + 2 * lanes),
+                         d = load<T>(from + 3 * lanes);
+            store<T>(to, a);
+            store<T>(to + lanes, b);
+            store<T>(to + 2 * lanes, c);
+            store<T>(to + 3 * lanes, d);
+        }
+        return;
+    }
+    for (int64_t k = 0; k < count; k++) std::memcpy(to + k * to_step, from + k * from_step, sizeof(T) * size_t(len));
+}
+
+constexpr int64_t kBlock = 16;
+
+template <class T>
+REWIRE_INLINE void transpose_block(const T* in, int64_t in_row, T* out, int64_t out_row) {
+    for (int64_t j = 0; j < kBlock; j++)
+        for (int64_t i = 0; i < kBlock; i++) out[j * out_row + i] = in[i * in_row + j];
+}
+
+#if defined(REWIRE_AVX2) || defined(REWIRE_AVX512)
+REWIRE_INLINE void transpose_8x8(const float* in, int64_t in_row, float* out, int64_t out_row) {
+    __m256 r[8], s[8];
+    for (int i = 0; i < 4; i++) {  // rows i and i + 4 share a register, four columns each
+        const float *a = in + i * in_row, *b = in + (i + 4) * in_row;
+        r[i] = _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a)), _mm_loadu_ps(b), 1);
+        r[i + 4] =
+            _mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(a + 4)), _mm_loadu_ps(b + 4), 1);
+    }
+    for (int h = 0; h < 8; h += 4) {
+        s[h] = _mm256_unpacklo_ps(r[h], r[h + 1]);
+        s[h + 1] = _mm256_unpackhi_ps(r[h], r[h + 1]);
+        s[h + 2] = _mm256_unpacklo_ps(r[h + 2], r[h + 3]);
+        s[h + 3] = _mm256_unpackhi_ps(r[h + 2], r[h + 3]);
+        _mm256_storeu_ps(out + (h + 0) * out_row, _mm256_shuffle_ps(s[h], s[h + 2], 0x44));
+        _mm256_storeu_ps(out + (h + 1) * out_row, _mm256_shuffle_ps(s[h], s[h + 2], 0xEE));
+        _mm256_storeu_ps(out + (h + 2) * out_row, _mm256_shuffle_ps(s[h + 1], s[h + 3], 0x44));
+        _mm256_storeu_ps(out + (h + 3) * out_row, _mm256_shuffle_ps(s[h + 1], s[h + 3], 0xEE));
+    }
+}
+
+template <>
+REWIRE_INLINE void transpose_block<float>(const float* in, int64_t in_row, float* out, int64_t out_row) {
+    for (int64_t j = 0; j < kBlock; j += 8)
+        for (int64_t i = 0; i < kBlock; i += 8)
+            transpose_8x8(in + i * in_row + j, in_row, out + j * out_row + i, out_row);
+}
+#endif
+
+template <class T>
+void transpose(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols) {
+    for (int64_t c = 0; c < cols; c += kBlock) {
+        const int64_t width = cols - c < kBlock ? cols - c : kBlock;
+        for (int64_t r = 0; r < rows; r += kBlock) {
+            const int64_t height = rows - r < kBlock ? rows - r : kBlock;
+            if (height == kBlock && width == kBlock) {
+                transpose_block(in + r * in_row + c, in_row, out + c * out_row + r, out_row);
+                continue;
+            }
+            for (int64_t j = 0; j < width; j++)
+                for (int64_t i = 0; i < height; i++)
+                    out[(c + j) * out_row + r + i] = in[(r + i) * in_row + c + j];
+        }
+    }
+}
+
+}  // namespace rewire::REWIRE_ISA

@@ -1,0 +1,23 @@
+from typing import Any
+
+f32: Any
+f64: Any
+Geometry: Any
+Pool: Any
+
+def supported() -> list[str]: ...
+def current() -> str: ...
+def use(name: str) -> None: ...
+def shares_torch_threads() -> bool: ...
+def empty_cache() -> int: ...
+def first_bad_row(indptr: int, indices: int, rows: int, inputs: int, count: int) -> int: ...
+def by_input(
+    indptr: int,
+    indices: int,
+    in_channels: int,
+    out_channels: int,
+    taps: int,
+    slots: int,
+    outputs: int,
+    order: int,
+) -> None: ...

@@ -1,0 +1,56 @@
+"""Plain PyTorch models, the paper's and a few more; ``rewire.sparsify`` makes them sparse."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from rewire.models.gpt import gpt
+from rewire.models.mlp import mlp
+from rewire.models.resnet import resnet20, resnet32, resnet50, resnet56, resnet110
+from rewire.models.vgg import vgg11, vgg13, vgg16, vgg19
+from rewire.models.vit import vit
+
+__all__ = [
+    "MODELS",
+    "build",
+    "gpt",
+    "mlp",
+    "resnet20",
+    "resnet32",
+    "resnet50",
+    "resnet56",
+    "resnet110",
+    "vgg11",
+    "vgg13",
+    "vgg16",
+    "vgg19",
+    "vit",
+]
+
+MODELS: dict[str, Callable[..., nn.Module]] = {
+    "mlp": mlp,
+    "resnet20": resnet20,
+    "resnet32": resnet32,
+    "resnet56": resnet56,
+    "resnet110": resnet110,
+    "resnet50": resnet50,
+    "vgg11": vgg11,
+    "vgg13": vgg13,
+    "vgg16": vgg16,
+    "vgg19": vgg19,
+    "vit": vit,
+    "gpt": gpt,
+}
+
+
+def build(name: str, **kwargs: Any) -> nn.Module:
+    """The model called ``name`` in ``MODELS``, built with its own keyword arguments.
+
+    Example:
+        >>> build("resnet20", num_classes=100).linear
+        Linear(in_features=64, out_features=100, bias=True)
+    """
+    if name not in MODELS:
+        raise ValueError(f"there is no model {name!r}; choose one of {', '.join(MODELS)}")
+    return MODELS[name](**kwargs)

@@ -1,0 +1,216 @@
+"""What sparse linear layers and convolutions share: values, connections, loading, initialisation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.connections import Connections
+from rewire.ops import topology
+from rewire.ops.topology import Topology, TopologyError
+
+_DERIVED = ("slots", "outputs", "order")
+
+
+class SparseLayer(nn.Module):
+    """A layer that stores one value per active connection and nothing for the others.
+
+    Attributes:
+        values: 1-D parameter, by output unit and then input unit.
+        bias: dense parameter, or None.
+        indptr, indices: the connections (int32 buffers, saved with the state dict).
+    """
+
+    values: nn.Parameter
+    bias: nn.Parameter | None
+    indptr: Tensor
+    indices: Tensor
+    n_in: int
+    n_out: int
+    taps: int
+
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        taps: int,
+        bias: bool,
+        sparsity: float | None,
+        connections: int | Connections | None,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+        generator: torch.Generator | None,
+    ) -> None:
+        super().__init__()
+        self.n_in, self.n_out, self.taps = n_in, n_out, taps
+        drawn = _draw(n_in, n_out, sparsity, connections, generator)
+        for name in ("indptr", "indices"):
+            self.register_buffer(name, torch.empty(0, dtype=torch.int32))
+        for name in _DERIVED:
+            self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
+        self.values = nn.Parameter(torch.empty(0, dtype=dtype))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(n_out, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.set_connections(drawn, torch.empty(len(drawn), dtype=dtype))
+        self.reset_parameters(generator)
+        if device is not None:
+            self.to(device)
+
+    @property
+    def connections(self) -> Connections:
+        """The active connections."""
+        return Connections(self.n_in, self.n_out, self.indptr, self.indices)
+
+    @property
+    def topology(self) -> Topology:
+        """The active connections in both traversal orders, as the operators take them."""
+        b = self._buffers
+        return Topology(b["indptr"], b["indices"], b["slots"], b["outputs"], b["order"])  # type: ignore[arg-type]
+
+    @property
+    def density(self) -> float:
+        """Share of all possible connections that are active."""
+        return self.values.numel() / max(1, self.n_in * self.n_out)
+
+    def set_connections(self, connections: Connections, values: Tensor) -> None:
+        """Replace the connections and their values; ``values`` stays the same Parameter object."""
+        if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
+            raise ValueError(
+                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
+                f"of {self.n_out} x {self.n_in}"
+            )
+        if tuple(values.shape) != (len(connections),):
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, expected ({len(connections)},)"
+            )
+        device = self.values.device
+        built = topology.build(
+            connections.indptr.to(device), connections.indices.to(device), self.n_in, self.taps
+        )
+        for name, tensor in built._asdict().items():
+            self._buffers[name] = tensor
+        self.values.data = values.detach().to(device=device, dtype=self.values.dtype)
+        self.values.grad = None
+
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
+        inputs of the output unit (at least 1): pre-activations then start with unit variance."""
+        with torch.no_grad():
+            fan_in = self.connections.fan_in()
+            bound = (3 / fan_in.clamp(min=1)).sqrt()
+            each = torch.repeat_interleave(bound, fan_in).to(self.values.dtype)
+            self.values.copy_(_uniform(each, generator))
+            if self.bias is not None:
+                self.bias.copy_(_uniform(bound.to(self.bias.dtype), generator))
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        names = [prefix + name for name in ("indptr", "indices", "values")]
+        built = None
+        if all(isinstance(state_dict.get(name), Tensor) for name in names):
+            indptr, indices, values = (state_dict[name] for name in names)
+            device = self.values.device
+            try:
+                built = topology.build(indptr.to(device), indices.to(device), self.n_in, self.taps)
+                if tuple(values.shape) != (indices.numel(),):
+                    raise TopologyError(
+                        f"values has shape {tuple(values.shape)}, expected ({indices.numel()},)"
+                    )
+            except TopologyError as error:
+                error_msgs.append(f"{prefix or type(self).__name__}: {error}")
+                return
+            # A topology of another size is loaded too: make room for it.
+            if values.numel() != self.values.numel():
+                self.values.data = self.values.data.new_empty(values.numel())
+                self.values.grad = None
+            for name in ("indptr", "indices"):
+                self._buffers[name] = getattr(built, name).clone()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        if built is not None:
+            for name, tensor in built._asdict().items():
+                self._buffers[name] = tensor
+
+    def extra_repr(self) -> str:
+        """Connections and density, after what the layer itself says."""
+        total = self.n_in * self.n_out
+        density = f"{100 * self.density:.3g} %"
+        return f"connections={self.values.numel():,} of {total:,} ({density})"
+
+
+def _draw(
+    n_in: int,
+    n_out: int,
+    sparsity: float | None,
+    connections: int | Connections | None,
+    generator: torch.Generator | None,
+) -> Connections:
+    if (sparsity is None) == (connections is None):
+        raise ValueError("give either sparsity= or connections=, and not both")
+    if isinstance(connections, Connections):
+        if (connections.n_in, connections.n_out) != (n_in, n_out):
+            raise ValueError(
+                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
+                f"of {n_out} x {n_in}"
+            )
+        return connections
+    if sparsity is not None:
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must be in [0, 1], got {sparsity}")
+        connections = round((1 - sparsity) * n_in * n_out)
+    assert connections is not None
+    if not 0 <= connections <= n_in * n_out:
+        raise ValueError(
+            f"connections must be between 0 and {n_out} * {n_in} = {n_in * n_out}, got {connections}"
+        )
+    return Connections.random(n_in, n_out, connections, generator)
+
+
+def _uniform(bound: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Uniform in +-bound, drawn on the CPU so that it does not depend on the device."""
+    unit = torch.rand(bound.shape, dtype=bound.dtype, generator=generator)
+    return (2 * unit.to(bound.device) - 1) * bound
+
+
+def largest(weight: Tensor, count: int) -> Tensor:
+    """A mask of the ``count`` largest magnitudes; equal ones in the order of their place."""
+    if not 0 <= count <= weight.numel():
+        raise ValueError(f"cannot keep {count} of {weight.numel()} weights")
+    order = torch.sort(weight.detach().abs().flatten(), descending=True, stable=True).indices
+    mask = torch.zeros(weight.numel(), dtype=torch.bool, device=weight.device)
+    mask[order[:count]] = True
+    return mask.view(weight.shape)
+
+
+def keep_mask(
+    weight: Tensor, mask: Tensor | None, sparsity: float | None, connections: int | None
+) -> Tensor:
+    """Which weights of a dense layer to keep: those of ``mask``, or the largest."""
+    if sum(argument is not None for argument in (mask, sparsity, connections)) != 1:
+        raise ValueError("give one of mask=, sparsity= or connections=")
+    if mask is not None:
+        if mask.shape != weight.shape:
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}, the weight has {tuple(weight.shape)}"
+            )
+        return mask.bool()
+    if sparsity is not None:
+        if not 0 <= sparsity <= 1:
+            raise ValueError(f"sparsity must be in [0, 1], got {sparsity}")
+        connections = math.ceil(round((1 - sparsity) * weight.numel(), 6))
+    assert connections is not None
+    return largest(weight, connections)

@@ -1,0 +1,26 @@
+"""The one door to the kernels: torch operators over connections, with their reference twins."""
+
+from rewire.ops.native import (
+    available,
+    empty_cache,
+    instruction_set,
+    instruction_sets,
+    use_instruction_set,
+)
+from rewire.ops.products import conv2d, gradient_at, linear
+from rewire.ops.reference import Convolution
+from rewire.ops.topology import Topology, TopologyError
+
+__all__ = [
+    "Convolution",
+    "Topology",
+    "TopologyError",
+    "available",
+    "conv2d",
+    "empty_cache",
+    "gradient_at",
+    "instruction_set",
+    "instruction_sets",
+    "linear",
+    "use_instruction_set",
+]

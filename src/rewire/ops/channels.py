@@ -1,0 +1,297 @@
+"""Batch normalisation, pooling and padding of batch-last activations.
+
+In batch-last memory a channel is one contiguous run, so these are short loops; torch's own kernels
+are several times slower on such strides. Their results and gradients are those of
+``torch.nn.functional``, which is also what runs where these do not apply: each function here returns
+None then.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.ops import layout, native
+
+
+def _apply(function: Any, *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)
+    return result
+
+
+def _kernels(x: Tensor) -> Any | None:
+    """The kernels, if ``x`` is batch-last memory that they can read."""
+    if x.numel() == 0 or not layout.prefers_batch_last(x):
+        return None
+    return native.kernels(x)
+
+
+class _BatchNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        mean: Tensor,
+        variance: Tensor,
+        options: tuple[bool, bool, float],  # training, relu, eps
+    ) -> Tensor:
+        z = _batch_norm(x, weight, bias, residual, mean, variance, options)
+        kept = z if residual is not None and options[1] else None
+        ctx.save_for_backward(x, weight, bias, mean, variance, kept)
+        ctx.options = options
+        return z
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dz: Tensor) -> Any:
+        x, weight, bias, mean, variance, z = ctx.saved_tensors
+        kernels = native.module().f32 if x.dtype == torch.float32 else native.module().f64
+        training, relu, eps = ctx.options
+        dz = layout.to_batch_last(dz)
+        shape = tuple(x.shape)
+        dx = native.empty(kernels, shape, layout.strides(shape), x)
+        # Without a rectifier the residual's gradient is dz itself.
+        dresidual = dz if ctx.needs_input_grad[3] else None
+        if dresidual is not None and relu:
+            dresidual = native.empty(kernels, shape, layout.strides(shape), x)
+        dweight, dbias = (torch.empty_like(mean) for _ in range(2))
+        channels = shape[1]
+        kernels.batch_norm_gradient(
+            *(channels, x.numel() // channels, training, relu, eps),
+            *(native.address(weight), native.address(bias)),
+            *(mean.data_ptr(), variance.data_ptr(), x.data_ptr(), native.address(z)),
+            *(dz.data_ptr(), dx.data_ptr(), native.address(dresidual) if relu else 0),
+            *(dweight.data_ptr(), dbias.data_ptr(), native.threads()),
+        )
+        return (
+            dx,
+            dweight if weight is not None else None,
+            dbias if bias is not None else None,
+            dresidual,
+            *(None, None, None),
+        )
+
+
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    options: tuple[bool, bool, float],
+) -> Tensor:
+    kernels = native.kernels(x)
+    assert kernels is not None
+    shape = tuple(x.shape)
+    z = native.empty(kernels, shape, layout.strides(shape), x)
+    kernels.batch_norm(
+        *(shape[1], x.numel() // shape[1], *options),
+        *(native.address(weight), native.address(bias), mean.data_ptr(), variance.data_ptr()),
+        *(x.data_ptr(), native.address(residual), z.data_ptr(), native.threads()),
+    )
+    return z
+
+
+def can_batch_norm(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether :func:`batch_norm` has a kernel for these tensors."""
+    return _kernels(x) is not None and all(
+        t is None or (t.dtype == x.dtype and t.is_cpu and t.is_contiguous()) for t in others
+    )
+
+
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    *,
+    training: bool,
+    eps: float,
+    relu: bool = False,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted.
+
+    In training, ``mean`` and ``variance`` (biased) of the batch are written into the tensors given;
+    otherwise they are read.
+    """
+    if residual is not None:
+        if residual.shape != x.shape or residual.dtype != x.dtype:
+            raise ValueError("the residual must have the shape and type of the input")
+        residual = (
+            _apply(_Settle, residual) if residual.requires_grad else layout.to_batch_last(residual)
+        )
+    options = (training, relu, eps)
+    tensors = (x, weight, bias, residual)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        z: Tensor = _apply(_BatchNorm, x, weight, bias, residual, mean, variance, options)
+        return z
+    return _batch_norm(x, weight, bias, residual, mean, variance, options)
+
+
+class _Settle(torch.autograd.Function):
+    """A batch-last version of any tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        settled = layout.to_batch_last(x)
+        return x.view_as(x) if settled is x else settled
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy
+
+
+class _MaxPool(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], out: tuple[int, int]) -> Tensor:
+        kernels = native.kernels(x)
+        assert kernels is not None
+        batch, channels, height, width = x.shape
+        pool = native.pool(batch, height, width, *out, *sizes)
+        shape = (batch, channels, *out)
+        y = native.empty(kernels, shape, layout.strides(shape), x)
+        which = torch.empty(y.numel() if x.requires_grad else 0, dtype=torch.uint8)
+        kernels.max_pool(
+            *(pool, channels, x.data_ptr(), y.data_ptr()),
+            *(which.data_ptr() if which.numel() else 0, native.threads()),
+        )
+        ctx.save_for_backward(which)
+        ctx.pool, ctx.shape = pool, tuple(x.shape)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        (which,) = ctx.saved_tensors
+        dy = layout.to_batch_last(dy)
+        kernels = native.kernels(dy)
+        assert kernels is not None
+        dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
+        kernels.max_pool_gradient(
+            *(ctx.pool, ctx.shape[1], dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
+            native.threads(),
+        )
+        return dx, None, None
+
+
+class _MeanPool(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, sizes: tuple[int, ...], out: tuple[int, int], count_padding: bool
+    ) -> Tensor:
+        kernels = native.kernels(x)
+        assert kernels is not None
+        batch, channels, height, width = x.shape
+        pool = native.pool(batch, height, width, *out, *sizes, count_padding=count_padding)
+        shape = (batch, channels, *out)
+        y = native.empty(kernels, shape, layout.strides(shape), x)
+        kernels.mean_pool(pool, channels, x.data_ptr(), y.data_ptr(), native.threads())
+        ctx.pool, ctx.shape = pool, tuple(x.shape)
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        dy = layout.to_batch_last(dy)
+        kernels = native.kernels(dy)
+        assert kernels is not None
+        dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
+        kernels.mean_pool_gradient(
+            ctx.pool, ctx.shape[1], dy.data_ptr(), dx.data_ptr(), native.threads()
+        )
+        return dx, None, None, None
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    first, second = (value, value) if isinstance(value, int) else value
+    return int(first), int(second)
+
+
+def _pool_sizes(
+    x: Tensor, kernel_size: Any, stride: Any, padding: Any
+) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+    """(kernel, stride, padding) in a row and the output size; None if torch should see to it."""
+    kernel, pad = _pair(kernel_size), _pair(padding)
+    step = kernel if stride is None or stride == [] or stride == () else _pair(stride)
+    fits = min(*kernel, *step) > 0 and kernel[0] * kernel[1] <= 255
+    if not fits or min(pad) < 0 or 2 * pad[0] > kernel[0] or 2 * pad[1] > kernel[1]:
+        return None
+    out = tuple((x.shape[2 + a] + 2 * pad[a] - kernel[a]) // step[a] + 1 for a in (0, 1))
+    if min(out) < 1:
+        return None
+    return (*kernel, *step, *pad), (out[0], out[1])
+
+
+def max_pool2d(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor | None:
+    """``F.max_pool2d`` of a batch-last tensor, or None where torch has to do it."""
+    if x.dim() != 4 or _kernels(x) is None:
+        return None
+    sizes = _pool_sizes(x, kernel_size, stride, padding)
+    return None if sizes is None else _apply(_MaxPool, x, *sizes)
+
+
+def avg_pool2d(
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    count_include_pad: bool = True,
+) -> Tensor | None:
+    """``F.avg_pool2d`` of a batch-last tensor, or None where torch has to do it."""
+    if x.dim() != 4 or _kernels(x) is None:
+        return None
+    sizes = _pool_sizes(x, kernel_size, stride, padding)
+    return None if sizes is None else _apply(_MeanPool, x, *sizes, count_include_pad)
+
+
+def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor | None:
+    """``F.adaptive_avg_pool2d`` of a batch-last tensor whose sides the output divides, or None."""
+    if x.dim() != 4:
+        return None
+    wanted = (
+        (output_size, output_size)
+        if output_size is None or isinstance(output_size, int)
+        else output_size
+    )
+    out = [x.shape[2 + a] if size is None else int(size) for a, size in enumerate(wanted)]
+    if min(out) < 1 or x.shape[2] % out[0] or x.shape[3] % out[1]:
+        return None
+    return avg_pool2d(x, (x.shape[2] // out[0], x.shape[3] // out[1]))
+
+
+class _Pad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, amounts: tuple[tuple[int, int], ...], value: float) -> Tensor:
+        shape = tuple(size + sum(amounts[d]) for d, size in enumerate(x.shape))
+        out = layout.empty(shape, x).fill_(value)
+        ctx.inner = tuple(
+            slice(before, before + x.shape[d]) for d, (before, _) in enumerate(amounts)
+        )
+        out[ctx.inner].copy_(x)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy[ctx.inner], None, None
+
+
+def pad(
+    x: Tensor, amounts: Any, mode: str = "constant", value: float | None = None
+) -> Tensor | None:
+    """``F.pad`` with a constant, of a tensor whose batch is innermost, or None."""
+    pairs = len(amounts) // 2
+    if mode != "constant" or x.dim() != 4 or x.stride(0) != 1 or x.shape[0] < 2:
+        return None
+    if len(amounts) % 2 or pairs > 3 or min(amounts) < 0 or native.kernels(x) is None:
+        return None
+    by_dim = [(0, 0)] * (4 - pairs)
+    by_dim += [(amounts[2 * i], amounts[2 * i + 1]) for i in reversed(range(pairs))]
+    return _apply(_Pad, x, tuple(by_dim), 0.0 if value is None else value)

@@ -1,0 +1,95 @@
+"""Batch-last memory: a tensor (N, C, H, W) that lies in memory as [C][H][W][N].
+
+Logical shapes stay as torch has them; only the strides differ, and pointwise torch operators keep
+them. The kernels run their vectors over the batch, so every connection is one broadcast weight times
+a contiguous run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rewire.ops import native
+
+
+def strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a batch-last tensor of the given shape.
+
+    >>> strides((128, 16, 32, 32))
+    (1, 131072, 4096, 128)
+    """
+    batch = max(shape[0], 1)
+    step, result = batch, [0] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        result[dim] = step
+        step *= max(shape[dim], 1)
+    result[0] = 1
+    return tuple(result)
+
+
+def is_batch_last(x: Tensor) -> bool:
+    """Whether ``x`` can be read as batch-last as it is."""
+    if x.numel() == 0:
+        return True
+    step = x.shape[0]
+    if step > 1 and x.stride(0) != 1:
+        return False
+    for dim in range(x.dim() - 1, 0, -1):
+        size = x.shape[dim]
+        if size > 1 and x.stride(dim) != step:
+            return False
+        step *= size
+    return True
+
+
+def prefers_batch_last(x: Tensor) -> bool:
+    """Whether ``x`` came from a sparse layer: batch-last, and not just as good row-major."""
+    return is_batch_last(x) and not x.is_contiguous()
+
+
+def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """An uninitialised batch-last tensor."""
+    kernels = native.kernels(like)
+    if kernels is None:
+        return torch.empty_strided(shape, strides(shape), dtype=like.dtype, device=like.device)
+    return native.empty(kernels, shape, strides(shape), like)
+
+
+def to_batch_last(x: Tensor) -> Tensor:
+    """``x`` itself if it is batch-last, else a batch-last copy."""
+    if is_batch_last(x):
+        return x
+    kernels = native.kernels(x)
+    if kernels is None or not x.is_contiguous():
+        return torch.empty_strided(
+            x.shape, strides(tuple(x.shape)), dtype=x.dtype, device=x.device
+        ).copy_(x)
+    out = native.empty(kernels, tuple(x.shape), strides(tuple(x.shape)), x)
+    rows = x.shape[0]
+    kernels.transpose(x.data_ptr(), rows, x.numel() // rows, out.data_ptr(), native.threads())
+    return out
+
+
+def to_row_major(x: Tensor) -> Tensor:
+    """A contiguous copy of a batch-last tensor."""
+    kernels = native.kernels(x)
+    if kernels is None or not is_batch_last(x) or x.numel() == 0:
+        return x.contiguous()
+    out = native.empty(kernels, tuple(x.shape), contiguous_strides(tuple(x.shape)), x)
+    batch = x.shape[0]
+    kernels.transpose(x.data_ptr(), x.numel() // batch, batch, out.data_ptr(), native.threads())
+    return out
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor.
+
+    >>> contiguous_strides((2, 3, 4))
+    (12, 4, 1)
+    """
+    result, step = [], 1
+    for size in reversed(shape):
+        result.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(result))

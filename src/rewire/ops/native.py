@@ -1,0 +1,112 @@
+"""The compiled kernels, if they are there: loading them, choosing loops, threads and memory."""
+
+from __future__ import annotations
+
+import os
+import types
+import warnings
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    from rewire import _native as _module
+except ImportError as error:  # built without a compiler, or for another machine
+    _module = None  # type: ignore[assignment]
+    warnings.warn(
+        f"rewire runs without its compiled kernels ({error}): the plain PyTorch reference is used, "
+        "which is correct but slow. Reinstall with a C++17 compiler to get them.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+KERNEL_DTYPES = (torch.float32, torch.float64)
+_LARGE = 1 << 16  # bytes from which kept memory is worth its bookkeeping
+
+
+def available() -> bool:
+    """Whether the compiled kernels are loaded."""
+    return _module is not None
+
+
+def instruction_sets() -> list[str]:
+    """Instruction sets that this machine can run, best first; empty without compiled kernels."""
+    return [] if _module is None else list(_module.supported())
+
+
+def instruction_set() -> str:
+    """The instruction set in use: "avx512", "avx2", "generic", or "reference" without kernels."""
+    return "reference" if _module is None else str(_module.current())
+
+
+def use_instruction_set(name: str) -> None:
+    """Choose the kernels' instruction set; REWIRE_ISA in the environment does the same at import."""
+    if name not in instruction_sets():
+        raise ValueError(
+            f"instruction set {name!r} is not one of {instruction_sets()} that this machine has"
+        )
+    assert _module is not None
+    _module.use(name)
+
+
+def empty_cache() -> int:
+    """Give memory that is kept for the next results back to the system; returns the bytes."""
+    return 0 if _module is None else int(_module.empty_cache())
+
+
+def module() -> Any:
+    """The extension itself; only for the ops, which have checked that it is there."""
+    assert _module is not None
+    return _module
+
+
+def kernels(x: Tensor) -> Any | None:
+    """The kernels for the device and type of ``x``, or None where the reference has to do."""
+    if _module is None or not x.is_cpu:
+        return None
+    if x.dtype == torch.float32:
+        return _module.f32
+    if x.dtype == torch.float64:
+        return _module.f64
+    return None
+
+
+def empty(kernels: Any, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:
+    """An uninitialised tensor; a large one in memory that an earlier result has left."""
+    bytes_ = like.element_size()
+    for n in shape:
+        bytes_ *= n
+    if bytes_ < _LARGE:
+        return torch.empty_strided(shape, strides, dtype=like.dtype)
+    tensor: Tensor = kernels.empty(shape, strides)
+    return tensor
+
+
+@lru_cache(maxsize=1024)
+def geometry(*sizes: int) -> Any:
+    """batch, in channels, height, width, out channels, out height, out width, then kernel,
+    stride, padding and dilation (height and width each)."""
+    return module().Geometry(*sizes)
+
+
+@lru_cache(maxsize=1024)
+def pool(*sizes: int, count_padding: bool = True) -> Any:
+    """batch, height, width, out height, out width, then kernel, stride and padding."""
+    return module().Pool(*sizes, count_padding)
+
+
+def threads() -> int:
+    """How many threads a kernel may use."""
+    return torch.get_num_threads()
+
+
+def address(x: Tensor | None) -> int:
+    """Where a tensor starts, 0 for none."""
+    return 0 if x is None else x.data_ptr()
+
+
+_wanted = os.environ.get("REWIRE_ISA")
+if _wanted and isinstance(_module, types.ModuleType):
+    use_instruction_set(_wanted)

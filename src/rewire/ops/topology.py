@@ -1,0 +1,127 @@
+"""The connections of one layer as the kernels read them, and the check that they are sound."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.ops import native
+
+
+class Topology(NamedTuple):
+    """Connections in both traversal orders, all int32.
+
+    By output unit o: ``indices[indptr[o]:indptr[o + 1]]`` are its input units, ascending.
+    By input: slot ``c * taps + tap`` holds ``outputs[slots[slot]:slots[slot + 1]]``, ascending, and
+    ``order`` says where each of these connections stands by output. Input unit ``tap * channels + c``
+    is tap ``tap`` of channel ``c``; a linear layer has one tap.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    slots: Tensor
+    outputs: Tensor
+    order: Tensor
+
+
+class TopologyError(ValueError):
+    """Connections that are not sorted, distinct and in range."""
+
+
+def check_rows(indptr: Tensor, indices: Tensor, n_in: int, n_out: int) -> None:
+    """Raise a TopologyError unless the rows hold ascending, distinct inputs in [0, n_in)."""
+    for name, tensor in (("indptr", indptr), ("indices", indices)):
+        if tensor.dtype != torch.int32 or tensor.dim() != 1:
+            raise TopologyError(
+                f"{name} must be a 1-D int32 tensor, got {tensor.dim()}-D {tensor.dtype}"
+            )
+    if indptr.numel() != n_out + 1:
+        raise TopologyError(
+            f"indptr has {indptr.numel()} elements, expected out units + 1 = {n_out + 1}"
+        )
+    row = _first_bad_row(indptr, indices, n_in)
+    if row >= 0:
+        raise TopologyError(
+            f"the connections of output unit {row} are corrupt: input units must be distinct, "
+            f"ascending and in [0, {n_in}), and indptr must rise from 0 to the number of "
+            f"connections, {indices.numel()}"
+        )
+
+
+def _first_bad_row(indptr: Tensor, indices: Tensor, n_in: int) -> int:
+    n_out, count = indptr.numel() - 1, indices.numel()
+    if native.available() and indptr.is_cpu and indptr.is_contiguous() and indices.is_contiguous():
+        return int(
+            native.module().first_bad_row(indptr.data_ptr(), indices.data_ptr(), n_out, n_in, count)
+        )
+    counts = indptr.diff()
+    if int(indptr[0]) != 0:
+        return 0
+    bad = (counts < 0) | (indptr[1:] > count)
+    if bool(bad.any()):
+        return int(bad.nonzero()[0])
+    if int(indptr[-1]) != count:
+        return n_out - 1
+    rows = torch.repeat_interleave(torch.arange(n_out, device=indptr.device), counts.long())
+    wrong = (indices < 0) | (indices >= n_in)
+    wrong[1:] |= (rows.diff() == 0) & (indices.diff() <= 0)
+    return int(rows[wrong][0]) if bool(wrong.any()) else -1
+
+
+def build(indptr: Tensor, indices: Tensor, n_in: int, taps: int = 1) -> Topology:
+    """Check the rows and derive the other traversal order."""
+    n_out, channels = indptr.numel() - 1, n_in // taps
+    check_rows(indptr, indices, n_in, n_out)
+    topology = _by_input(indptr.contiguous(), indices.contiguous(), channels, taps)
+    _remember(topology, n_in, taps)
+    return topology
+
+
+def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topology:
+    n_out, count, device = indptr.numel() - 1, indices.numel(), indptr.device
+    if native.available() and indptr.is_cpu:
+        slots = torch.empty(channels * taps + 1, dtype=torch.int32)
+        outputs = torch.empty(count, dtype=torch.int32)
+        order = torch.empty(count, dtype=torch.int32)
+        native.module().by_input(
+            *(indptr.data_ptr(), indices.data_ptr(), channels, n_out, taps),
+            *(slots.data_ptr(), outputs.data_ptr(), order.data_ptr()),
+        )
+        return Topology(indptr, indices, slots, outputs, order)
+    slot = indices.long() % channels * taps + indices.long() // channels
+    order = torch.argsort(slot, stable=True)
+    rows = torch.repeat_interleave(torch.arange(n_out, device=device), indptr.diff().long())
+    slots = torch.zeros(channels * taps + 1, dtype=torch.int32, device=device)
+    slots[1:] = torch.bincount(slot, minlength=channels * taps).cumsum(0)
+    return Topology(indptr, indices, slots, rows[order].int(), order.int())
+
+
+def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
+    a, b, c, d, e = topology
+    return (
+        *(a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr()),
+        *(a._version, b._version, c._version, d._version, e._version),
+        *(a.numel(), b.numel(), n_in, taps),
+    )
+
+
+def _remember(topology: Topology, n_in: int, taps: int) -> None:
+    topology.indptr._rewire_checked = _stamp(topology, n_in, taps)  # type: ignore[attr-defined]
+
+
+def ensure(topology: Topology, n_in: int, taps: int) -> None:
+    """Raise a TopologyError unless all five tensors agree; free if these very tensors were checked
+    before and have not been written to since."""
+    if getattr(topology.indptr, "_rewire_checked", None) == _stamp(topology, n_in, taps):
+        return
+    indptr, indices, *rest = topology
+    check_rows(indptr, indices, n_in, indptr.numel() - 1)
+    if not all(tensor.is_contiguous() for tensor in topology):
+        raise TopologyError("the tensors of a topology must be contiguous")
+    expected = _by_input(indptr, indices, n_in // taps, taps)[2:]
+    for name, given, right in zip(("slots", "outputs", "order"), rest, expected, strict=True):
+        if given.dtype != torch.int32 or not torch.equal(given, right):
+            raise TopologyError(f"{name} does not match indptr and indices; build it from them")
+    _remember(topology, n_in, taps)
