@@ -103,9 +103,9 @@ void define(nb::module_& m) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
     m.def("empty", &empty<T>);
     m.def("forward", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
-                        Address y, int threads) {
+                        Address y, bool relu, int threads) {
         forward<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), at<T>(x),
-                   at<T>(y), threads);
+                   at<T>(y), relu, threads);
     }, free);
     m.def("input_gradient", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
                                Address dy, Address dx, int threads) {
@@ -125,8 +125,14 @@ void define(nb::module_& m) {
     m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
         row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);
     }, free);
+    m.def("rectify_gradient", [](Address dz, Address z, Address dy, int64_t len, int threads) {
+        rectify_gradient<T>(table<T>(), at<T>(dz), at<T>(z), at<T>(dy), len, threads);
+    }, free);
     m.def("transpose", [](Address in, int64_t rows, int64_t cols, Address out, int threads) {
         transpose<T>(table<T>(), at<T>(in), rows, cols, at<T>(out), threads);
+    }, free);
+    m.def("moments", [](Address x, int64_t channels, int64_t len, Address mean, Address variance, int threads) {
+        moments<T>(table<T>(), at<T>(x), channels, len, at<T>(mean), at<T>(variance), threads);
     }, free);
     m.def("batch_norm", [](int64_t channels, int64_t len, bool training, bool relu, double epsilon, Address weight,
                            Address bias, Address mean, Address variance, Address x, Address residual, Address z,

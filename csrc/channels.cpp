@@ -25,16 +25,20 @@ double inverse_std(const BatchNorm<T>& p, int64_t c) {
 }  // namespace
 
 template <class T>
+void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads) {
+    for_each_channel(channels, len, threads, [&](int64_t c) {
+        const T* mine = x + c * len;
+        mean[c] = T(table.total(mine, len) / double(len));
+        variance[c] = T(table.variation(mine, len, mean[c]) / double(len));
+    });
+}
+
+template <class T>
 void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* residual, T* z, int threads) {
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
-        const T* mine = x + c * p.len;
-        if (p.training) {
-            p.mean[c] = T(table.total(mine, p.len) / double(p.len));
-            p.variance[c] = T(table.variation(mine, p.len, p.mean[c]) / double(p.len));
-        }
         const double scale = inverse_std(p, c) * (p.weight ? double(p.weight[c]) : 1);
         const double shift = (p.bias ? double(p.bias[c]) : 0) - double(p.mean[c]) * scale;
-        table.normalize({p.len, T(scale), T(shift), p.relu}, mine, residual ? residual + c * p.len : nullptr,
+        table.normalize({p.len, T(scale), T(shift), p.relu}, x + c * p.len, residual ? residual + c * p.len : nullptr,
                         z + c * p.len);
     });
 }
@@ -88,6 +92,7 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
+    template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, T*, T*, int);                            \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*,   \
                                          T*, T*, T*, int);                                                         \

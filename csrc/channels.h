@@ -10,11 +10,15 @@ namespace rewire {
 template <class T>
 struct BatchNorm {
     int64_t channels, len;
-    bool training, relu;
+    bool training, relu;     // training: mean and variance are those of x itself
     double epsilon;
     const T *weight, *bias;  // null: one and zero
-    T *mean, *variance;      // written in training (biased variance), read otherwise
+    const T *mean, *variance;
 };
+
+// Mean and (biased) variance of each channel.
+template <class T>
+void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads);
 
 // z = batch norm of x, plus residual (or null), rectified if asked.
 template <class T>

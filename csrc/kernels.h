@@ -25,7 +25,7 @@ struct Entries {
     int32_t taps_h, taps_w;
 };
 
-// dst[row] = start[row] + sum over e of weight[e] * src[offset[e]]
+// dst[row] = start[row] + sum over e of weight[e] * src[offset[e]], rectified if asked
 template <class T>
 struct Sum {
     Entries entries;
@@ -35,6 +35,7 @@ struct Sum {
     T* dst;
     int64_t row;     // elements from one output row to the next
     const T* start;  // bias, or null
+    bool relu;
 };
 
 // grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]]
@@ -80,6 +81,8 @@ struct Table {
     // `count` pieces of `len` elements from one spacing to another
     void (*copy)(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len);
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
+    // dy = dz where the rectified z was not cut off
+    void (*rectify_gradient)(const T* dz, const T* z, T* dy, int64_t len);
     double (*total)(const T* x, int64_t len);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);

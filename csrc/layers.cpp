@@ -12,25 +12,28 @@ namespace rewire {
 namespace {
 
 constexpr int64_t kGrain = 1 << 14;  // multiply-adds worth a second thread
+constexpr int64_t kManyConnections = 1 << 17;
 
 int worth(int64_t work, int threads) {
     return int(std::max<int64_t>(1, std::min<int64_t>(threads, work / kGrain)));
 }
 
-// Calls body(k) for every k in [0, count), in blocks.
+// Calls body(first, last) for blocks of [0, count).
 template <class Body>
 void for_each_block(int64_t count, int threads, Body&& body) {
     const int64_t block = 1 << 14;
-    parallel_for((count + block - 1) / block, threads, [&](int64_t b) {
-        for (int64_t k = b * block; k < std::min(count, (b + 1) * block); k++) body(k);
-    });
+    parallel_for((count + block - 1) / block, threads,
+                 [&](int64_t b) { body(b * block, std::min(count, (b + 1) * block)); });
 }
 
 template <class T>
 Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int threads) {
-    Scratch<T> out(count);
-    for_each_block(count, threads, [&](int64_t k) { out[k] = values[places[k]]; });
-    return out;
+    Scratch<T> gathered(count);
+    T* out = gathered.get();
+    for_each_block(count, threads, [=](int64_t first, int64_t last) {
+        for (int64_t k = first; k < last; k++) out[k] = values[places[k]];
+    });
+    return gathered;
 }
 
 // Rows of one panel of an image, packed as [channel][row][column][panel]. It moves down the image.
@@ -80,8 +83,8 @@ class Window {
 template <class T>
 class Sweep {
    public:
-    Sweep(const Table<T>& table, const Plan& plan, const T* tensor, int threads)
-        : table_(table), plan_(plan), tensor_(tensor), data_(tensor) {
+    Sweep(const Table<T>& table, const Plan& plan, const T* tensor)
+        : table_(table), plan_(plan), tensor_(tensor) {
         if (plan.mode == Mode::window) {
             tiles_ = plan.columns();
             tasks_ = tiles_.empty() || !plan.h.count ? 0 : plan.panels() * plan.bands();
@@ -89,7 +92,6 @@ class Sweep {
         }
         tiles_ = plan.cut();
         tasks_ = std::min<int64_t>(64, int64_t(tiles_.size()));
-        if (plan.mode == Mode::panels) pack(threads);
     }
 
     int64_t tasks() const { return tasks_; }
@@ -101,7 +103,7 @@ class Sweep {
         if (plan_.mode == Mode::window) return slide(task, body);
         const int64_t count = int64_t(tiles_.size());
         for (int64_t t = count * task / tasks_; t < count * (task + 1) / tasks_; t++)
-            body(data_, tiles_[size_t(t)]);
+            body(tensor_, tiles_[size_t(t)]);
     }
 
    private:
@@ -120,35 +122,28 @@ class Sweep {
         }
     }
 
-    void pack(int threads) {
-        const int64_t width = plan_.panel, batch = plan_.batch, rows = plan_.channels, block = 256;
-        packed_ = Scratch<T>(plan_.panels() * rows * width);
-        parallel_for((rows + block - 1) / block, worth(rows * batch, threads), [&](int64_t b) {
-            const int64_t first = b * block, count = std::min(block, rows - first);
-            for (int64_t n = 0; n < batch; n += width)
-                table_.copy(tensor_ + first * batch + n, batch, &packed_[n * rows + first * width], width, count,
-                            std::min(width, batch - n));
-        });
-        data_ = packed_.get();
-    }
-
     const Table<T>& table_;
     const Plan& plan_;
-    const T *tensor_, *data_;
-    Scratch<T> packed_;
+    const T* tensor_;
     std::vector<Tile> tiles_;  // in a window: of one row
     int64_t tasks_;
 };
 
+// How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
+// packs its window once per block.
+int64_t row_blocks(int64_t tasks, int threads) {
+    return tasks % threads == 0 || tasks >= 4 * threads ? 1 : (4 * threads + tasks - 1) / tasks;
+}
+
 template <class T>
 void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const T* tensor, int64_t rows,
              int64_t count, int threads) {
-    const Sweep<T> sweep(table, plan, tensor, threads);
+    const Sweep<T> sweep(table, plan, tensor);
     if (!sweep.tasks() || !rows) return;
-    // A task of a window packs for itself, so its rows are cut only where tasks are few.
-    const auto cuts = cut_rows(sum.entries, rows, (plan.mode == Mode::window ? 8 : 32) / sweep.tasks());
+    threads = worth((count + rows) * sweep.elements(), threads);
+    const auto cuts = cut_rows(sum.entries, rows, row_blocks(sweep.tasks(), threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
-    parallel_for(sweep.tasks() * blocks, worth((count + rows) * sweep.elements(), threads), [&](int64_t task) {
+    parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
         sweep.run(task / blocks, [&](const T* source, const Tile& tile) {
             mine.src = source;
@@ -157,43 +152,45 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const T
     });
 }
 
-// Many tasks are cut into parts, each with gradients of its own, which are added in order; a few are
-// taken one after another. Either way the result does not depend on which thread did what.
+// grad[places[e]] = the sum over all positions for entry e (places null: e itself). The tasks are dealt
+// into parts, each with sums of its own, which are added in order: the result does not depend on which
+// thread did what.
 template <class T>
 void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, const T* tensor, int64_t rows,
-              int64_t count, int threads) {
-    const Sweep<T> sweep(table, plan, tensor, threads);
-    std::memset(dots.grad, 0, sizeof(T) * size_t(count));
-    if (!sweep.tasks() || !rows) return;
-    threads = worth((count + rows) * sweep.elements(), threads);
-    if (plan.mode == Mode::panels || (plan.mode == Mode::direct && sweep.tasks() < 16)) {
-        const auto cuts = cut_rows(dots.entries, rows, 16);
-        for (int64_t task = 0; task < sweep.tasks(); task++)
-            parallel_for(int64_t(cuts.size()) - 1, threads, [&](int64_t b) {
-                Dots<T> mine = dots;
-                sweep.run(task, [&](const T* source, const Tile& tile) {
-                    mine.src = source;
-                    table.dots(mine, tile, cuts[size_t(b)], cuts[size_t(b + 1)]);
-                });
-            });
+              const Offsets& offsets, T* grad, int threads) {
+    const Sweep<T> sweep(table, plan, tensor);
+    const int64_t count = offsets.count;
+    const int32_t* places = offsets.places;
+    if (!sweep.tasks() || !rows) {
+        for (int64_t e = 0; e < count; e++) grad[places ? places[e] : e] = T(0);
         return;
     }
-    const int64_t parts = std::min<int64_t>(8, sweep.tasks());
-    const Scratch<T> partial((parts - 1) * count);
-    parallel_for(parts, threads, [&](int64_t part) {
+    threads = worth((count + rows) * sweep.elements(), threads);
+    // Gradients of many connections are long: then rows are cut rather than kept more than twice.
+    const int64_t parts = std::min<int64_t>(count > kManyConnections ? 2 : 8, sweep.tasks());
+    const int64_t taps = dots.entries.taps_h * dots.entries.taps_w;
+    const auto cuts = cut_rows(dots.entries, rows, row_blocks(parts, threads));
+    const int64_t blocks = int64_t(cuts.size()) - 1;
+    const Scratch<T> sums(parts * count);
+    parallel_for(parts * blocks, threads, [&](int64_t task) {
+        const int64_t part = task / blocks, row0 = cuts[size_t(task % blocks)], row1 = cuts[size_t(task % blocks + 1)];
+        const int64_t first = dots.entries.ptr[row0 * taps], last = dots.entries.ptr[row1 * taps];
         Dots<T> mine = dots;
-        if (part) {
-            mine.grad = partial.get() + (part - 1) * count;
-            std::memset(mine.grad, 0, sizeof(T) * size_t(count));
-        }
+        mine.grad = sums.get() + part * count;
+        std::memset(mine.grad + first, 0, sizeof(T) * size_t(last - first));
         for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
             sweep.run(t, [&](const T* source, const Tile& tile) {
                 mine.src = source;
-                table.dots(mine, tile, 0, rows);
+                table.dots(mine, tile, row0, row1);
             });
     });
-    for_each_block(count, threads, [&](int64_t e) {
-        for (int64_t part = 1; part < parts; part++) dots.grad[e] += partial[(part - 1) * count + e];
+    const T* all = sums.get();
+    for_each_block(count, threads, [=](int64_t first, int64_t last) {
+        for (int64_t e = first; e < last; e++) {
+            T sum = all[e];
+            for (int64_t part = 1; part < parts; part++) sum += all[part * count + e];
+            grad[places ? places[e] : e] = sum;
+        }
     });
 }
 
@@ -218,10 +215,10 @@ void for_each_phase(const Geometry& g, int panel, Pass&& pass) {
 
 template <class T>
 void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* values, const T* bias,
-             const T* x, T* y, int threads) {
+             const T* x, T* y, bool relu, int threads) {
     const Plan plan = forward_plan<T>(g, table.sum_tile);
     const Offsets offsets = forward_offsets(g, a, plan);
-    run_sum<T>(table, {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias}, plan, x,
+    run_sum<T>(table, {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias, relu}, plan, x,
                g.out_channels, offsets.count, threads);
 }
 
@@ -232,7 +229,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr}, plan,
+                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr, false}, plan,
                    dy, g.in_channels, offsets.count, threads);
     });
 }
@@ -243,8 +240,8 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
     const Plan plan = forward_plan<T>(g, table.dots_tile);
     const Offsets offsets = forward_offsets(g, a, plan);
     run_dots<T>(table,
-                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, grad}, plan,
-                x, g.out_channels, offsets.count, threads);
+                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, nullptr},
+                plan, x, g.out_channels, offsets, grad, threads);
 }
 
 template <class T>
@@ -253,11 +250,9 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
     for_each_phase<T>(g, table.dots_tile, [&](const Plan& plan) {
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
-        const Scratch<T> mine(offsets.count);
         run_dots<T>(table,
-                    {offsets.entries, weight.get(), nullptr, plan.step(), x, dx, g.in_plane() * g.batch, mine.get()},
-                    plan, dy, g.in_channels, offsets.count, threads);
-        for_each_block(offsets.count, threads, [&](int64_t k) { grad[offsets.places[k]] = mine[k]; });
+                    {offsets.entries, weight.get(), nullptr, plan.step(), x, dx, g.in_plane() * g.batch, nullptr},
+                    plan, dy, g.in_channels, offsets, grad, threads);
     });
 }
 
@@ -267,6 +262,15 @@ void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, T* s
     parallel_for((rows + block - 1) / block, worth(rows * len / 4, threads), [&](int64_t b) {
         for (int64_t r = b * block; r < std::min(rows, (b + 1) * block); r++)
             sums[r] = T(table.total(x + r * len, len));
+    });
+}
+
+template <class T>
+void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int64_t len, int threads) {
+    const int64_t block = 1 << 14;
+    parallel_for((len + block - 1) / block, worth(len / 4, threads), [&](int64_t b) {
+        const int64_t at = b * block;
+        table.rectify_gradient(dz + at, z + at, dy + at, std::min(block, len - at));
     });
 }
 
@@ -297,7 +301,8 @@ void by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int6
 
 #define REWIRE_INSTANTIATE(T)                                                                                       \
     template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*, T*,   \
-                             int);                                                                                  \
+                             bool, int);                                                                            \
+    template void rectify_gradient<T>(const Table<T>&, const T*, const T*, T*, int64_t, int);                       \
     template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
                                      int);                                                                          \

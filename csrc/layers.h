@@ -36,7 +36,7 @@ struct ByInput {
 
 template <class T>
 void forward(const Table<T>&, const Geometry&, const ByOutput&, const T* values, const T* bias,
-             const T* x, T* y, int threads);
+             const T* x, T* y, bool relu, int threads);
 
 template <class T>
 void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* dy,
@@ -55,6 +55,10 @@ void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values
 // sums[r] = sum of the r-th row
 template <class T>
 void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, int threads);
+
+// dy = dz where z > 0
+template <class T>
+void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t len, int threads);
 
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);

@@ -6,9 +6,9 @@
 namespace rewire {
 namespace {
 
-constexpr int64_t kPackMin = 128 << 10;    // bytes of a source that is worth packing,
-constexpr int64_t kPanelsMax = 64 << 20;   // and the most that is copied whole
-constexpr int64_t kWindow = 192 << 10;     // bytes of a window that stays in a core's own cache
+constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth packing,
+constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
+constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
 
 }  // namespace
 
@@ -56,16 +56,14 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
       batch(batch_),
       panel(panel_),
       mode(Mode::direct) {
-    const int64_t bytes = channels * height * width * batch * element;
-    if (batch <= panel || bytes <= kPackMin) return;
-    if (height * width == 1) {
-        if (bytes <= kPanelsMax) mode = Mode::panels;
-        return;
-    }
+    if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
     mode = Mode::window;
     origin = h.lowest();
     const int64_t span = h.highest() - origin + 1, row_bytes = channels * row() * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
+    if (window_rows * row_bytes <= kPackMax) return;
+    mode = Mode::direct;
+    origin = 0;
 }
 
 int64_t Plan::bands() const {
@@ -103,7 +101,7 @@ std::vector<Tile> Plan::cut() const {
             for (Tile tile : row) {
                 h.valid(i, tile.kh0, tile.kh1);
                 tile.dst += (h.first + i * h.every) * out_width * batch + n;
-                tile.src += mode == Mode::panels ? n * channels : i * h.stride * width * batch + n;
+                tile.src += i * h.stride * width * batch + n;
                 tile.len = int32_t(std::min(panel, batch - n));
                 if (join) {
                     tile.len = int32_t(tile.count * batch);
@@ -119,7 +117,7 @@ Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) 
     const int64_t taps = g.taps(), plane = plan.plane();
     out.places = nullptr;
     out.count = a.ptr[g.out_channels];
-    if (taps == 1 && plane == 1) {
+    if (taps == 1 && plane == 1 && plan.shift(0, 0) == 0) {
         out.entries = {a.ptr, a.indices, 1, 1};
         return out;
     }
@@ -143,7 +141,8 @@ Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) 
 Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) {
     Offsets out;
     const int64_t taps = g.taps(), plane = plan.plane();
-    if (taps == 1 && plane == 1 && plan.h.taps.size() == 1 && plan.w.taps.size() == 1) {
+    if (taps == 1 && plane == 1 && plan.h.taps.size() == 1 && plan.w.taps.size() == 1 &&
+        plan.shift(0, 0) == 0) {
         out.entries = {a.ptr, a.outputs, 1, 1};
         out.places = a.order;
         out.count = a.ptr[g.in_channels];

@@ -29,12 +29,11 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
 
 // Where the source is read from while a task runs.
 //   direct: the tensor, [channel][position][batch].
-//   panels: a copy of it, [panel][channel][width], for images of one position (linear layers).
-//   window: a few rows of one panel of the image, [channel][row][column][width], packed by each task
-//           just before they are needed.
+//   window: a few rows of one panel of the image, [channel][row][column][panel], packed by each task
+//           just before they are needed. A linear layer has one row of one position.
 // In the tensor the planes of a channel often lie a power of two apart and fall on each other in the
-// cache; a panel is contiguous.
-enum class Mode { direct, panels, window };
+// cache; a window is compact, and in the cache of the core that reads it.
+enum class Mode { direct, window };
 
 struct Plan {
     Axis h, w;
@@ -48,7 +47,7 @@ struct Plan {
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
     int64_t step() const { return mode == Mode::direct ? batch : panel; }
-    int64_t row() const { return mode == Mode::window ? width + 1 : width; }
+    int64_t row() const { return mode == Mode::window && width > 1 ? width + 1 : width; }
     int64_t plane() const { return mode == Mode::window ? window_rows * row() : height * width; }
     // Positions from where a tile reads to where tap (i, j) reads.
     int64_t shift(std::size_t i, std::size_t j) const { return (h.shift[i] - origin) * row() + w.shift[j]; }
@@ -57,7 +56,7 @@ struct Plan {
     int64_t bands() const;
     // One row of the plane: the runs of columns that share their taps.
     std::vector<Tile> columns() const;
-    // The tiles of the other modes.
+    // The tiles of the direct mode.
     std::vector<Tile> cut() const;
 };
 

@@ -13,6 +13,31 @@ struct IndexOf<double> {
     typedef int64_t type __attribute__((vector_size(kBytes)));
 };
 
+// A vector's worth of taps, as they are kept: a byte each.
+template <class T>
+struct BytesOf {
+    typedef uint8_t type __attribute__((vector_size(kLanes<T>)));
+};
+
+template <class T>
+REWIRE_INLINE typename IndexOf<T>::type load_taps(const uint8_t* p, int n) {
+    typename BytesOf<T>::type bytes{};
+    if (n == kLanes<T>)
+        std::memcpy(&bytes, p, kLanes<T>);
+    else
+        for (int i = 0; i < n; i++) bytes[i] = p[i];
+    return __builtin_convertvector(bytes, typename IndexOf<T>::type);
+}
+
+template <class T>
+REWIRE_INLINE void store_taps(uint8_t* p, typename IndexOf<T>::type taps, int n) {
+    const auto bytes = __builtin_convertvector(taps, typename BytesOf<T>::type);
+    if (n == kLanes<T>)
+        std::memcpy(p, &bytes, kLanes<T>);
+    else
+        for (int i = 0; i < n; i++) p[i] = bytes[i];
+}
+
 // Positions of one window, or the windows over one position: at most 255 (a tap fits in a byte).
 struct Window {
     int count = 0;
@@ -62,29 +87,27 @@ void max_pool(const Pool& p, const T* x, T* y, uint8_t* which) {
                 tap = larger ? Index{} + Element(window.tap[k]) : tap;
             }
             put(y + o * p.batch + i, best, n);
-            if (which)
-                for (int q = 0; q < n; q++) which[o * p.batch + i + q] = uint8_t(tap[q]);
+            if (which) store_taps<T>(which + o * p.batch + i, tap, n);
         });
     }
 }
 
 template <class T>
 void max_pool_gradient(const Pool& p, const T* dy, const uint8_t* which, T* dx) {
+    using Element = decltype(typename IndexOf<T>::type{}[0] + 0);
     Window window;
-    for (int64_t h = 0; h < p.height * p.width; h++) {
-        window.of_input(p, h / p.width, h % p.width);
-        T* out = dx + h * p.batch;
-        if (!window.count) std::memset(out, 0, sizeof(T) * size_t(p.batch));
-        for (int k = 0; k < window.count; k++) {
-            const T* g = dy + window.at[k] * p.batch;
-            const uint8_t* from = which + window.at[k] * p.batch;
-            const uint8_t tap = uint8_t(window.tap[k]);
-            if (k == 0)
-                for (int64_t i = 0; i < p.batch; i++) out[i] = from[i] == tap ? g[i] : T(0);
-            else
-                for (int64_t i = 0; i < p.batch; i++) out[i] += from[i] == tap ? g[i] : T(0);
+    for (int64_t h = 0; h < p.height; h++)
+        for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
+            window.of_input(p, h, w);
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                Vec<T> sum = {};
+                for (int k = 0; k < window.count; k++) {
+                    const int64_t at = window.at[k] * p.batch + i;
+                    sum += load_taps<T>(which + at, n) == Element(window.tap[k]) ? get(dy + at, n) : Vec<T>{};
+                }
+                put(dx + i, sum, n);
+            });
         }
-    }
 }
 
 // One over the number of positions that torch takes the mean of one window over.

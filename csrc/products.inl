@@ -68,7 +68,8 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
         for (int i = 0; i < V * P; i++) acc[i] += other[i];
     for (int q = 0; q < P; q++)
         for (int i = 0; i < V; i++)
-            Lane<T, V, kPart>::put(dst + q * dst_step, i, acc[q * V + i], rest);
+            Lane<T, V, kPart>::put(dst + q * dst_step, i, p.relu ? rectify<T>(acc[q * V + i]) : acc[q * V + i],
+                                   rest);
 }
 
 // A single column: batch-1 inference.
@@ -84,7 +85,8 @@ REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* 
             for (int q = 0; q < 4; q++) acc[q] += p.weight[e + q] * src[offset[e + q] * p.step];
         for (; e < end; e++) acc[0] += p.weight[e] * src[offset[e] * p.step];
     }
-    *dst = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+    const T total = (acc[0] + acc[1]) + (acc[2] + acc[3]);
+    *dst = p.relu && total < 0 ? T(0) : total;
 }
 
 // Rows outside, positions inside: what a row reads and writes then moves through memory in order.
@@ -156,9 +158,17 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
                                                       factor, acc, rest);
             add_sums(grad + e, dot);
         }
-        for (; e < end; e++)
-            grad[e] += sum_lanes<T>(dot_entry<T, V, kPart, kDst>(src + offset[e] * step, kDst ? weight[e] : T(0),
-                                                                 factor, acc, rest));
+        if (e < end) {  // one to three more
+            Vec<T> dot[4] = {};
+#pragma GCC unroll 3
+            for (int q = 0; q < 3; q++)
+                if (e + q < end)
+                    dot[q] = dot_entry<T, V, kPart, kDst>(src + offset[e + q] * step, kDst ? weight[e + q] : T(0),
+                                                          factor, acc, rest);
+            T sums[4] = {};
+            add_sums(sums, dot);
+            for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
+        }
     }
     if constexpr (kDst)
         for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);

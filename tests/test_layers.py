@@ -6,11 +6,13 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -608,6 +610,15 @@ def test_from_sparse_csr_refuses_what_is_none() -> None:
     )
     with pytest.raises(ValueError, match="twice"):
         SparseLinear.from_sparse_csr(twice)
+    outside = torch.sparse_csr_tensor(
+        torch.tensor([0, 1, 1]),
+        torch.tensor([3]),
+        torch.ones(1),
+        size=(2, 3),
+        check_invariants=False,
+    )
+    with pytest.raises(ValueError, match=r".+"):  # column 3 of row 0 is not column 0 of row 1
+        SparseLinear.from_sparse_csr(outside)
     with pytest.raises(ValueError, match="CSR"):
         SparseLinear.from_sparse_csr(torch.ones(2, 3))
     with pytest.raises(ValueError, match="CSR"):
@@ -1013,14 +1024,10 @@ def test_functional_call(make: Make) -> None:
 def test_checkpointing(make: Make) -> None:
     layer = make()
     grads = []
-    for checkpointed in (False, True):
+    for run in (layer, partial(torch.utils.checkpoint.checkpoint, layer, use_reentrant=False)):
         x = data(layer).requires_grad_()
         layer.zero_grad()
-        if checkpointed:
-            y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
-        else:
-            y = layer(x)
-        y.square().sum().backward()
+        run(x).square().sum().backward()
         grads.append((x.grad, layer.values.grad))
     for with_it, without in zip(*grads, strict=True):
         assert torch.equal(with_it, without)

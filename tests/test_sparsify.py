@@ -388,8 +388,7 @@ def test_a_model_computes_and_learns_what_its_dense_form_does(name: str) -> None
     rewire.sparsify(sparse, 0.9)
     dense = rewire.densify(copy.deepcopy(sparse))
     assert not sparse_layers(dense)
-    assert not dense._forward_pre_hooks
-    assert not dense._forward_hooks
+    assert "_call_impl" not in vars(dense)
     for module in (*sparse.modules(), *dense.modules()):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -466,7 +465,7 @@ def test_densify_finds_models_that_were_converted_as_parts() -> None:
     model = nn.Sequential(Plain(), nn.Linear(5, 5))
     rewire.sparsify(model[0], 0.5)
     rewire.densify(model)
-    assert not model[0]._forward_pre_hooks
+    assert "_call_impl" not in vars(model[0])
 
 
 def test_a_densified_model_can_be_converted_again() -> None:
@@ -474,7 +473,7 @@ def test_a_densified_model_can_be_converted_again() -> None:
     first = counts(model)
     rewire.sparsify(rewire.densify(model), 0.5)
     assert counts(model) == first
-    assert len(model._forward_pre_hooks) == 1
+    assert "_call_impl" in vars(model)
 
 
 # On the meta device -------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
@@ -126,8 +125,7 @@ def sparsify(
         }
         _create(on_meta, names, seed)
     model = _replace(model, sparse)
-    inner = (module for module in model.modules() if module is not model)
-    if any(isinstance(module, SparseConv2d | _BatchNorm) for module in inner):
+    if model not in sparse.values():
         fuse(model)
     return model
 

@@ -14,10 +14,11 @@ from rewire.nn.fusion import settled
 from rewire.nn.linear import _from_csr
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.ops.reference import Convolution
+from rewire.ops.topology import Topology
 
 
 def _pair(value: Any, name: str, least: int) -> tuple[int, int]:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
     if len(pair) != 2 or not all(isinstance(v, int) and v >= least for v in pair):
         raise ValueError(f"{name} must be one or two integers of at least {least}, got {value!r}")
     return pair
@@ -113,8 +114,15 @@ class SparseConv2d(SparseLayer):
             if self._pad_first is not None:
                 mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
                 image = F.pad(image, self._pad_first, mode=mode)
-            y = ops.conv2d(image, self.values, self.bias, self.topology, self._sizes)
-            return y if x.dim() == 4 else y.squeeze(0)
+            size = self._sizes.output_size(image.shape[2], image.shape[3])
+            if x.dim() == 4 and min(size) > 0:
+                return self._promise(image, (image.shape[0], self.out_channels, *size), self._conv)
+            return self._conv(image, self.values, self.bias, self.topology, False).squeeze(0)
+
+    def _conv(
+        self, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
+    ) -> Tensor:
+        return ops.conv2d(x, values, bias, topology, self._sizes, relu=relu)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
@@ -196,6 +204,7 @@ class SparseConv2d(SparseLayer):
             columns[order],
             self.values.detach()[order],
             size=(self.n_out, self.n_in),
+            check_invariants=False,
         )
 
     @classmethod

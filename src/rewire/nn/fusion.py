@@ -3,7 +3,8 @@
 While a converted model runs, the torch functions it calls on batch-last tensors (batch norm, pooling,
 padding) go to kernels for that memory; every other function sees ordinary tensors and does what it
 always does. A batch norm answers with a :class:`Pending` result, a promise that is computed when it is
-first used: if that use adds a tensor or rectifies, it happens in the same pass over memory.
+first used: if that use adds a tensor or rectifies, it happens in the same pass over memory. Sparse
+layers do so too, for the rectifier alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -22,81 +23,131 @@ from torch.utils import _pytree as pytree
 
 from rewire.ops import channels, layout
 
-Compute = Callable[[bool, Tensor | None], Tensor]  # (rectify, residual) -> result
+Compute = Callable[[bool], Tensor]  # rectify -> result
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _State:
+    """What a promise knows: how to compute the result, from what, and the result once it is there."""
+
+    def __init__(
+        self,
+        reads: tuple[Tensor, ...],
+        compute: Compute,
+        add: Callable[[Tensor], Compute] | None,
+        activated: Callable[[], Tensor] | None,
+    ) -> None:
+        self.reads, self.compute, self.add, self.activated = reads, compute, add, activated
+        self.versions = [_version(tensor) for tensor in reads]
+        self.grad_mode = torch.is_grad_enabled()
+        self.result: Tensor | None = None
+        self.replaced = False
+
+    def run(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute as if at the time of the promise."""
+        self.check()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None:  # set for what comes later
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self.grad_mode):
+                return compute()
+        finally:
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def check(self) -> None:
+        if self.versions != [_version(tensor) for tensor in self.reads]:
+            raise RuntimeError(
+                "the input or a parameter of a layer was changed in place before the layer's output "
+                "was used; change a copy instead"
+            )
+
+    def settle(self) -> Tensor:
+        """The plain result."""
+        if self.result is None:
+            self.result = self.run(lambda: self.compute(False))
+        return self.result
+
+
+class _Link(torch.autograd.Function):
+    """Takes gradients back from where a promise was used without our seeing it."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Pending], state: _State, *reads: Tensor) -> Pending:
+        ctx.state = state
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.state.replaced:
+            raise RuntimeError("the output of a batch norm was changed in place after it was used")
+        wanted = ctx.needs_input_grad[2:]
+        reads = [t for t, needed in zip(ctx.state.reads, wanted, strict=True) if needed]
+        grads = iter(
+            torch.autograd.grad(ctx.state.settle(), reads, dy, retain_graph=True, allow_unused=True)
+        )
+        return None, None, *(next(grads) if needed else None for needed in wanted)
 
 
 class Pending(torch.Tensor):
     """A result that is not computed yet, and may take in what is done to it first."""
 
-    _compute: Compute
-    _like: Tensor
-    _residual: Tensor | None
-    _results: dict[bool, Tensor]  # plain and rectified
-    _grad_mode: bool
-    _versions: tuple[int, int]
+    _state: _State
 
-    @staticmethod
-    def promise(like: Tensor, compute: Compute, residual: Tensor | None = None) -> Pending:
-        """The promise of a tensor of the shape, strides and type of ``like``."""
-        pending: Pending = torch.Tensor._make_wrapper_subclass(
-            Pending, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
-        pending._compute, pending._like, pending._residual = compute, like, residual
-        pending._results, pending._grad_mode = {}, torch.is_grad_enabled()
-        pending._versions = pending._current_versions()
-        return pending
-
-    def _current_versions(self) -> tuple[int, int]:
-        return self._like._version, 0 if self._residual is None else self._residual._version
-
-    def settle(self, rectify: bool = False) -> Tensor:
+    def settle(self) -> Tensor:
         """The result as an ordinary tensor."""
-        if rectify not in self._results:
-            with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self._grad_mode):
-                if self._versions != self._current_versions():
-                    raise RuntimeError(
-                        "the input of a batch norm was changed in place before its output was used; "
-                        "change a copy instead"
-                    )
-                self._results[rectify] = self._compute(rectify, self._residual)
-        return self._results[rectify]
+        return self._state.settle()
 
     def _rectify(self, in_place: bool) -> Tensor:
-        result = self.settle(rectify=True)
+        state = self._state
+        if state.result is not None:
+            return F.relu(state.result, inplace=in_place)
+        result = state.run(lambda: state.compute(True))
         if in_place:
-            self._results[False] = result
+            state.result = result
         return result
 
     def _plus(self, other: Any, in_place: bool) -> Any:
         """The promise of the sum, or NotImplemented."""
-        other = settled(other)
-        if not isinstance(other, Tensor) or self._residual is not None or self._results:
+        other, state = settled(other), self._state
+        if state.add is None or state.result is not None:
             return NotImplemented
         with torch._C.DisableTorchFunction():
-            same = other.shape == self._like.shape and other.dtype == self._like.dtype
-            if not same or not other.is_cpu or not layout.prefers_batch_last(other):
+            if not isinstance(other, Tensor) or not other.is_cpu:
                 return NotImplemented
-            if in_place:
-                self._residual = other
-                self._versions = self._current_versions()
-                return self
-            return _track(Pending.promise(self._like, self._compute, other))
+            same = other.shape == self.shape and other.dtype == self.dtype
+            if not same or not layout.prefers_batch_last(other):
+                return NotImplemented
+            state.check()
+            total = promise(tuple(self.shape), (*state.reads, other), state.add(other))
+        if in_place and isinstance(total, Pending):  # everyone who holds this sees the sum
+            state.replaced = True
+            self._state = total._state
+        return total if not in_place or isinstance(total, Pending) else NotImplemented
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        first = args[0] if args else None
         if func in _METADATA:
-            return func(args[0]._like, *args[1:], **kwargs)
-        if func in _RECTIFY and isinstance(args[0], Pending):
-            in_place = (
-                func in _IN_PLACE or bool(args[1:] and args[1]) or bool(kwargs.get("inplace"))
-            )
-            return args[0]._rectify(in_place)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _RECTIFY and isinstance(first, Pending):
+            in_place = func in _IN_PLACE or bool(args[1:] and args[1])
+            return first._rectify(in_place or bool(kwargs.get("inplace")))
+        if func in _POINTWISE and isinstance(first, Pending):
+            state = first._state
+            if state.activated is not None and state.result is None:
+                return func(state.run(state.activated), *args[1:], **kwargs)
         if func in _ADD and len(args) == 2 and not kwargs:
-            if isinstance(args[0], Pending):
-                result = args[0]._plus(args[1], func in _IN_PLACE)
+            if isinstance(first, Pending):
+                result = first._plus(args[1], func in _IN_PLACE)
             else:
-                result = NotImplemented if func in _IN_PLACE else args[1]._plus(args[0], False)
+                result = NotImplemented if func in _IN_PLACE else args[1]._plus(first, False)
             if result is not NotImplemented:
                 return result
         args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs))
@@ -110,6 +161,49 @@ class Pending(torch.Tensor):
         return func(*args, **kwargs)
 
 
+def promise(
+    shape: tuple[int, ...],
+    reads: tuple[Tensor, ...],
+    compute: Compute,
+    add: Callable[[Tensor], Compute] | None = None,
+    activated: Callable[[], Tensor] | None = None,
+) -> Tensor:
+    """The promise of a tensor, or the tensor itself where a promise would be noticed.
+
+    Args:
+        shape: of the result.
+        reads: the tensors that it is computed from, the input first.
+        compute: gives the result, plain or rectified.
+        add: gives ``compute`` for the sum with another tensor, if that can be taken in.
+        activated: gives the result in memory that pointwise functions may keep, where the plain
+            result is row-major; else it is batch-last.
+    """
+    x, grad = reads[0], torch.is_grad_enabled()
+    if _hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
+        return compute(False)
+    strides = layout.strides(shape) if activated is None else layout.contiguous_strides(shape)
+
+    def make() -> Pending:
+        pending: Pending = torch.Tensor._make_wrapper_subclass(
+            Pending, shape, strides=strides, dtype=x.dtype, device=x.device
+        )
+        return pending
+
+    state = _State(reads, compute, add, activated)
+    linked = grad and any(tensor.requires_grad for tensor in reads)
+    pending = _Link.apply(make, state, *reads) if linked else make()  # type: ignore[no-untyped-call]
+    pending._state = state
+    mode = active()
+    if mode is not None:
+        mode.pending.append(weakref.ref(pending))
+    return pending
+
+
+def _hooked() -> bool:
+    """Whether something wants to see what autograd saves, to compute it again later."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cpu")),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "layout")),
@@ -117,6 +211,10 @@ _METADATA = {
     *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
 }
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+_POINTWISE = {
+    *(F.gelu, F.silu, F.elu, F.selu, F.celu, F.leaky_relu, F.mish, F.hardswish, F.softplus),
+    *(torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid, F.tanh, F.sigmoid),
+}
 _ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _IN_PLACE = {F.relu_, torch.relu_, Tensor.relu_, Tensor.add_, Tensor.__iadd__}
 
@@ -139,39 +237,36 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor | None:
-    statistics = (running_mean, running_var)
+    statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
     if input.dim() < 2 or not channels.can_batch_norm(input, weight, bias, *statistics):
         return None
     size = input.numel() // input.shape[1]
     if training:
         if size == 1:
             return None  # torch says what is wrong
-        mean, variance = (torch.empty(input.shape[1], dtype=input.dtype) for _ in range(2))
+        mean, variance = channels.moments(input)
+        if running_mean is not None and running_var is not None:
+            with torch.no_grad():
+                running_mean.lerp_(mean, momentum)
+                running_var.lerp_(variance * (size / (size - 1)), momentum)
+        statistics = ()
     elif running_mean is None or running_var is None:
         return None
     else:
         mean, variance = running_mean, running_var
-    updates = training and running_mean is not None
 
-    def compute(rectify: bool, residual: Tensor | None) -> Tensor:
-        nonlocal updates
-        z = channels.batch_norm(
+    def plus(residual: Tensor | None) -> Compute:
+        return lambda rectify: channels.batch_norm(
             *(input, weight, bias, mean, variance),
             training=training,
             eps=eps,
             relu=rectify,
             residual=residual,
         )
-        if updates:  # once, however often it is computed
-            updates = False
-            assert running_mean is not None
-            assert running_var is not None
-            with torch.no_grad():
-                running_mean.lerp_(mean, momentum)
-                running_var.lerp_(variance * (size / (size - 1)), momentum)
-        return z
 
-    return _track(Pending.promise(input, compute))
+    reads = (input, weight, bias, *statistics)
+    present = tuple(tensor for tensor in reads if tensor is not None)
+    return promise(tuple(input.shape), present, plus(None), plus)
 
 
 def _max_pool2d(
@@ -202,6 +297,16 @@ def _avg_pool2d(
     return channels.avg_pool2d(input, kernel_size, stride, padding, count_include_pad)
 
 
+def _view(x: Tensor, *shape: Any, **kwargs: Any) -> Tensor | None:
+    """What can be viewed in row-major memory is copied if it cannot be in ours."""
+    if kwargs or not shape or isinstance(shape[0], torch.dtype) or x.is_contiguous():
+        return None
+    try:
+        return x.view(*shape)
+    except RuntimeError:
+        return x.reshape(*shape)
+
+
 _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
     F.batch_norm: _batch_norm,
     F.max_pool2d: _max_pool2d,
@@ -209,6 +314,7 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
     F.avg_pool2d: _avg_pool2d,
     F.adaptive_avg_pool2d: channels.adaptive_avg_pool2d,
     F.pad: channels.pad,
+    Tensor.view: _view,
 }
 
 
@@ -227,11 +333,6 @@ def _writes(func: Any) -> bool:
     return bool(name.endswith("_"))
 
 
-def _recomputed() -> bool:
-    """Whether activation checkpointing will run this again, outside of the model's own call."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
 class _Fusion(TorchFunctionMode):
     """Active while a converted model runs."""
 
@@ -242,7 +343,7 @@ class _Fusion(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         special = _FUNCTIONS.get(func)
-        if special is not None and _recomputed():
+        if special is not None and _hooked():
             special = None
         if special is not None and args and isinstance(args[0], Tensor):
             x = settled(args[0])
@@ -262,50 +363,45 @@ class _Fusion(TorchFunctionMode):
         """Compute all that is still pending."""
         pending, self.pending = self.pending, []
         for reference in pending:
-            if (it := reference()) is not None and not it._results:
+            if (it := reference()) is not None:
                 it.settle()
 
 
 class _Local(threading.local):
     def __init__(self) -> None:
-        self.modes: list[_Fusion | None] = []
+        self.modes: list[_Fusion] = []
 
 
 _local = _Local()
 
 
-def _track(pending: Pending) -> Pending:
-    if _local.modes and (mode := _local.modes[-1]) is not None:
-        mode.pending.append(weakref.ref(pending))
-    return pending
+def active() -> _Fusion | None:
+    """The mode of the converted model that is running, if one is."""
+    return _local.modes[-1] if _local.modes else None
 
 
-def _enter(module: nn.Module, args: Any) -> None:
-    plain = not torch.compiler.is_compiling() and torch._C._get_tracing_state() is None
-    mode = _Fusion() if plain else None
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What ``module(...)`` does once it is fused."""
+    call: Any = type(module)._call_impl
+    watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if watched or torch._C._len_torch_dispatch_stack() > 0:
+        return call(module, *args, **kwargs)
+    mode = _Fusion()
     _local.modes.append(mode)
-    if mode is not None:
-        mode.__enter__()  # type: ignore[no-untyped-call]
-
-
-def _leave(module: nn.Module, args: Any, output: Any) -> Any:
-    if not _local.modes or (mode := _local.modes.pop()) is None:
-        return None
-    mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+    try:
+        with mode:
+            output = call(module, *args, **kwargs)
+    finally:
+        _local.modes.pop()
     mode.settle()
     return pytree.tree_map_only(Pending, Pending.settle, output)
 
 
 def fuse(module: nn.Module) -> None:
     """Let ``module`` run as described above whenever it is called."""
-    if _enter not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_enter)
-        module.register_forward_hook(_leave, always_call=True)
+    module.__dict__["_call_impl"] = partial(_call, module)
 
 
 def unfuse(module: nn.Module) -> None:
     """Take :func:`fuse` back."""
-    for hooks in (module._forward_pre_hooks, module._forward_hooks):
-        for key in [key for key, hook in hooks.items() if hook in (_enter, _leave)]:
-            del hooks[key]
-            module._forward_hooks_always_called.pop(key, None)
+    module.__dict__.pop("_call_impl", None)

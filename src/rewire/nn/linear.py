@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
-from rewire.nn.fusion import settled
+from rewire.nn import fusion
 from rewire.nn.sparse import SparseLayer, keep_mask
+from rewire.ops.topology import Topology
 
 
 class SparseLinear(SparseLayer):
@@ -49,7 +50,7 @@ class SparseLinear(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        x = settled(x)
+        x = fusion.settled(x)
         with torch._C.DisableTorchFunction():
             if x.shape[-1:] != (self.in_features,):
                 raise ValueError(
@@ -57,12 +58,30 @@ class SparseLinear(SparseLayer):
                     f"got shape {tuple(x.shape)}"
                 )
             if x.dim() == 2:
-                return ops.linear(x, self.values, self.bias, self.topology)
-            # What surrounds a layer on sequences (normalisation, attention) wants rows.
-            rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-            row_major = x.dim() < 2 or x.stride(-1) == 1
-            y = ops.linear(rows, self.values, self.bias, self.topology, row_major)
-            return y.view(*x.shape[:-1], self.out_features)
+                return self._promise(x, (x.shape[0], self.out_features), _linear)
+            return self._sequences(x)
+
+    def _sequences(self, x: Tensor) -> Tensor:
+        """Any number of leading dimensions. What surrounds such a layer (normalisation, attention)
+        wants rows; only an activation function may stay in the memory of the kernels."""
+        rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+        shape = (*x.shape[:-1], self.out_features)
+        values, bias, topology = self.values, self.bias, self.topology
+
+        def row_major() -> Tensor:
+            return ops.linear(rows, values, bias, topology, row_major=True).view(shape)
+
+        def batch_last(relu: bool = False) -> Tensor:
+            return ops.linear(rows, values, bias, topology, relu=relu).view(shape)
+
+        if fusion.active() is None or x.dtype != values.dtype or type(x) is not Tensor:
+            return row_major()
+        return fusion.promise(
+            shape,
+            (x, values) if bias is None else (x, values, bias),
+            lambda rectify: batch_last(relu=True) if rectify else row_major(),
+            activated=batch_last,
+        )
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -123,6 +142,7 @@ class SparseLinear(SparseLayer):
             self.indices.long(),
             self.values.detach().clone(),
             size=(self.out_features, self.in_features),
+            check_invariants=False,
         )
 
     @classmethod
@@ -132,6 +152,12 @@ class SparseLinear(SparseLayer):
         return cls._with_values(connections, values, bias)
 
 
+def _linear(
+    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
+) -> Tensor:
+    return ops.linear(x, values, bias, topology, relu=relu)
+
+
 def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:
     """Connections and values of a CSR matrix, whose columns may be in any order."""
     if weight.layout != torch.sparse_csr or weight.dim() != 2:
@@ -139,7 +165,10 @@ def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:
     n_out, n_in = weight.shape
     counts = weight.crow_indices().diff()
     outputs = torch.repeat_interleave(torch.arange(n_out, device=weight.device), counts)
-    keys, order = (outputs * n_in + weight.col_indices().long()).sort()
+    columns = weight.col_indices().long()
+    if columns.numel() and (int(columns.min()) < 0 or int(columns.max()) >= n_in):
+        raise ValueError(f"the CSR tensor has columns outside [0, {n_in})")
+    keys, order = (outputs * n_in + columns).sort()
     if bool((keys.diff() == 0).any()):
         raise ValueError("the CSR tensor has the same connection twice; coalesce it first")
     return Connections.from_keys(keys, n_in, n_out), weight.values()[order].detach()

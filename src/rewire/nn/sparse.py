@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rewire.connections import Connections
+from rewire.nn import fusion
 from rewire.ops import topology
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
+# (input, values, bias, connections, rectify) -> output
+Product = Callable[[Tensor, Tensor, Tensor | None, Topology, bool], Tensor]
 
 
 class SparseLayer(nn.Module):
@@ -119,31 +123,50 @@ class SparseLayer(nn.Module):
         error_msgs: list[str],
     ) -> None:
         names = [prefix + name for name in ("indptr", "indices", "values")]
-        built = None
-        if all(isinstance(state_dict.get(name), Tensor) for name in names):
-            indptr, indices, values = (state_dict[name] for name in names)
-            device = self.values.device
-            try:
-                built = topology.build(indptr.to(device), indices.to(device), self.n_in, self.taps)
-                if tuple(values.shape) != (indices.numel(),):
-                    raise TopologyError(
-                        f"values has shape {tuple(values.shape)}, expected ({indices.numel()},)"
-                    )
-            except TopologyError as error:
-                error_msgs.append(f"{prefix or type(self).__name__}: {error}")
-                return
-            # A topology of another size is loaded too: make room for it.
-            if values.numel() != self.values.numel():
-                self.values.data = self.values.data.new_empty(values.numel())
-                self.values.grad = None
-            for name in ("indptr", "indices"):
-                self._buffers[name] = getattr(built, name).clone()
+        if not all(isinstance(state_dict.get(name), Tensor) for name in names):
+            # One without the others means nothing: leave the layer as it is and name what is missing.
+            rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
+            missing: list[str] = []
+            super()._load_from_state_dict(
+                rest, prefix, local_metadata, strict, missing, unexpected_keys, error_msgs
+            )
+            missing_keys += [key for key in missing if key not in state_dict]
+            return
+        indptr, indices, values = (state_dict[name] for name in names)
+        device = self.values.device
+        try:
+            topology.check_rows(indptr, indices, self.n_in, self.n_out)
+            built = topology.build(
+                indptr.to(device).clone(), indices.to(device).clone(), self.n_in, self.taps
+            )
+            if tuple(values.shape) != (indices.numel(),):
+                raise TopologyError(
+                    f"values has shape {tuple(values.shape)}, expected ({indices.numel()},)"
+                )
+        except TopologyError as error:
+            error_msgs.append(f"{prefix or type(self).__name__}: {error}")
+            return
+        # A topology of another size is loaded too: make room for it.
+        if values.numel() != self.values.numel():
+            self.values.data = self.values.data.new_empty(values.numel())
+            self.values.grad = None
+        for name in ("indptr", "indices"):
+            self._buffers[name] = getattr(built, name).clone()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        if built is not None:
-            for name, tensor in built._asdict().items():
-                self._buffers[name] = tensor
+        for name, tensor in built._asdict().items():
+            self._buffers[name] = tensor
+
+    def _promise(self, x: Tensor, shape: tuple[int, ...], product: Product) -> Tensor:
+        """The layer's output, or its promise while a converted model runs."""
+        values, bias, topology = self.values, self.bias, self.topology
+        if fusion.active() is None or x.dtype != values.dtype or type(x) is not Tensor:
+            return product(x, values, bias, topology, False)
+        reads = (x, values) if bias is None else (x, values, bias)
+        return fusion.promise(
+            shape, reads, lambda rectify: product(x, values, bias, topology, rectify)
+        )
 
     def extra_repr(self) -> str:
         """Connections and density, after what the layer itself says."""
@@ -171,13 +194,19 @@ def _draw(
     if sparsity is not None:
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}")
-        connections = round((1 - sparsity) * n_in * n_out)
+        connections = _kept(sparsity, n_in * n_out)
     assert connections is not None
     if not 0 <= connections <= n_in * n_out:
         raise ValueError(
             f"connections must be between 0 and {n_out} * {n_in} = {n_in * n_out}, got {connections}"
         )
     return Connections.random(n_in, n_out, connections, generator)
+
+
+def _kept(sparsity: float, total: int) -> int:
+    """ceil((1 - sparsity) * total), not one more for a rounding error."""
+    exact = (1 - sparsity) * total
+    return min(total, math.ceil(exact - 1e-9 * max(1.0, exact)))
 
 
 def _uniform(bound: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -211,6 +240,6 @@ def keep_mask(
     if sparsity is not None:
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}")
-        connections = math.ceil(round((1 - sparsity) * weight.numel(), 6))
+        connections = _kept(sparsity, weight.numel())
     assert connections is not None
     return largest(weight, connections)

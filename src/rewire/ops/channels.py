@@ -105,6 +105,19 @@ def can_batch_norm(x: Tensor, *others: Tensor | None) -> bool:
     )
 
 
+def moments(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and biased variance of each channel, for the same ``x``."""
+    kernels = native.kernels(x)
+    assert kernels is not None
+    channels = x.shape[1]
+    mean, variance = (torch.empty(channels, dtype=x.dtype) for _ in range(2))
+    kernels.moments(
+        *(x.data_ptr(), channels, x.numel() // channels),
+        *(mean.data_ptr(), variance.data_ptr(), native.threads()),
+    )
+    return mean, variance
+
+
 def batch_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -119,8 +132,8 @@ def batch_norm(
 ) -> Tensor:
     """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted.
 
-    In training, ``mean`` and ``variance`` (biased) of the batch are written into the tensors given;
-    otherwise they are read.
+    ``training`` says that mean and variance are the batch's own (from :func:`moments`), so that
+    gradients flow through them.
     """
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
@@ -158,7 +171,9 @@ class _MaxPool(torch.autograd.Function):
         pool = native.pool(batch, height, width, *out, *sizes)
         shape = (batch, channels, *out)
         y = native.empty(kernels, shape, layout.strides(shape), x)
-        which = torch.empty(y.numel() if x.requires_grad else 0, dtype=torch.uint8)
+        # The tap of each maximum, a byte each, in memory of the tensor's own type.
+        words = -(-y.numel() // x.element_size()) if x.requires_grad else 0
+        which = native.empty(kernels, (words,), (1,), x)
         kernels.max_pool(
             *(pool, channels, x.data_ptr(), y.data_ptr()),
             *(which.data_ptr() if which.numel() else 0, native.threads()),
@@ -290,7 +305,7 @@ def pad(
     pairs = len(amounts) // 2
     if mode != "constant" or x.dim() != 4 or x.stride(0) != 1 or x.shape[0] < 2:
         return None
-    if len(amounts) % 2 or pairs > 3 or min(amounts) < 0 or native.kernels(x) is None:
+    if not pairs or len(amounts) % 2 or pairs > 3 or min(amounts) < 0 or native.kernels(x) is None:
         return None
     by_dim = [(0, 0)] * (4 - pairs)
     by_dim += [(amounts[2 * i], amounts[2 * i + 1]) for i in reversed(range(pairs))]

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
 from rewire.ops import layout, native, reference
@@ -65,12 +66,33 @@ def _check_image(conv: Convolution, x: Tensor) -> None:
         )
 
 
+def _check_gradient(conv: Convolution, dy: Tensor, x: Tensor, n_out: int) -> None:
+    out = conv.output_size(x.shape[2], x.shape[3]) if x.dim() == 4 else ()
+    fits = x.dim() in (2, 4) and tuple(dy.shape) == (x.shape[0], n_out, *out)
+    if not fits or dy.dtype != x.dtype or (x.dim() == 2 and conv.kernel != (1, 1)):
+        raise ValueError(
+            f"input {tuple(x.shape)} {x.dtype} and output gradient {tuple(dy.shape)} {dy.dtype} "
+            f"do not belong together in a layer with {n_out} output units"
+        )
+
+
+def _refuse_tangents() -> None:
+    """Forward-mode differentiation has no rule here; it must not lose its tangents silently."""
+    if forward_ad._current_level >= 0:
+        raise NotImplementedError("sparse layers have no forward-mode derivative")
+
+
 def _image(x: Tensor) -> Tensor:
     return x[:, :, None, None] if x.dim() == 2 else x
 
 
 def _forward(
-    conv: Convolution, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology
+    conv: Convolution,
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    relu: bool = False,
 ) -> Tensor:
     """``x`` is batch-last where there are kernels for it, and so is the result."""
     n_out = topology.indptr.numel() - 1
@@ -80,14 +102,17 @@ def _forward(
         y = reference.forward(
             conv, _image(x), values, bias, outputs, topology.indices.long(), n_out
         )
-        return layout.to_batch_last(y if x.dim() == 4 else y.flatten(1))
+        y = layout.to_batch_last(y if x.dim() == 4 else y.flatten(1))
+        return y.relu_() if relu else y
+    values = values.contiguous()
+    bias = None if bias is None else bias.contiguous()
     geometry, shape = _geometry(conv, tuple(x.shape), n_out)
     y = native.empty(kernels, shape, layout.strides(shape), x)
     if y.numel():
         kernels.forward(
             *(geometry, topology.indptr.data_ptr(), topology.indices.data_ptr()),
-            *(values.contiguous().data_ptr(), native.address(bias), x.data_ptr(), y.data_ptr()),
-            native.threads(),
+            *(values.data_ptr(), native.address(bias), x.data_ptr(), y.data_ptr()),
+            *(relu, native.threads()),
         )
     return y
 
@@ -102,7 +127,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of input, values and bias, an empty tensor for each that is not needed."""
     kernels = native.kernels(x)
-    dx = dw = db = values.new_empty(0)
+    dx, dw, db = (values.new_empty(0) for _ in range(3))
     if kernels is None:
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
         image = _image(x)
@@ -126,7 +151,7 @@ def _backward(
     if needs[1]:
         dw = torch.empty_like(values)
     if dy.numel() == 0:
-        return dx.zero_(), dw.zero_(), dy.new_zeros(topology.indptr.numel() - 1)
+        return dx.zero_(), dw.zero_(), dy.new_zeros(topology.indptr.numel() - 1 if needs[2] else 0)
     source = (values.data_ptr(), x.data_ptr(), dy.data_ptr())
     if needs[0] and needs[1]:
         kernels.gradients(geometry, *slots, *source, dx.data_ptr(), dw.data_ptr(), threads)
@@ -151,11 +176,7 @@ def _gradient_at(
             f"coordinates must be two 1-D tensors of one length, got {tuple(outputs.shape)} and "
             f"{tuple(inputs.shape)}"
         )
-    if x.dtype != dy.dtype or x.shape[0] != dy.shape[0]:
-        raise ValueError(
-            f"input {tuple(x.shape)} {x.dtype} and output gradient {tuple(dy.shape)} {dy.dtype} "
-            "do not belong together"
-        )
+    _check_gradient(conv, dy, x, n_out)
     for name, units, size in (("output", outputs, n_out), ("input", inputs, n_in)):
         if units.numel() and (int(units.min()) < 0 or int(units.max()) >= size):
             raise ValueError(f"{name} coordinates must be in [0, {size})")
@@ -193,9 +214,34 @@ def _conv(*sizes: list[int]) -> Convolution:
     return _interned(*((a, b) for a, b in sizes))
 
 
+def _check_dims(x: Tensor, dims: int, name: str) -> None:
+    if x.dim() != dims:
+        wanted = (
+            "2-D input (batch, units)"
+            if dims == 2
+            else "4-D input (batch, channels, height, width)"
+        )
+        raise ValueError(f"{name} takes a {wanted}, got {tuple(x.shape)}")
+
+
+def _checked_backward(
+    conv: Convolution,
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    topology: Topology,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    _check(conv, x, values, None, topology)
+    _check_gradient(conv, dy, x, topology.indptr.numel() - 1)
+    return _backward(conv, dy, x, values, topology, needs)
+
+
 def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -> Tensor:
     *tensors, row_major = topology
     a = Topology(*tensors)
+    _check_dims(x, 2, "linear")
+    _refuse_tangents()
     _check(LINEAR, x, values, bias, a)
     y = _forward(LINEAR, layout.to_batch_last(x), values, bias, a)
     return layout.to_row_major(y) if row_major else y
@@ -203,7 +249,7 @@ def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -
 
 def _linear_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     *tensors, needs = rest
-    return _backward(LINEAR, dy, x, values, Topology(*tensors), tuple(needs))
+    return _checked_backward(LINEAR, dy, x, values, Topology(*tensors), tuple(needs))
 
 
 def _linear_gradient_at_op(dy: Tensor, x: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
@@ -212,13 +258,16 @@ def _linear_gradient_at_op(dy: Tensor, x: Tensor, outputs: Tensor, inputs: Tenso
 
 def _conv2d_op(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
     topology, conv = Topology(*rest[:5]), _conv(*rest[5:])
+    _check_dims(x, 4, "conv2d")
+    _refuse_tangents()
     _check(conv, x, values, bias, topology)
     _check_image(conv, x)
     return _forward(conv, layout.to_batch_last(x), values, bias, topology)
 
 
 def _conv2d_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return _backward(_conv(*rest[5:9]), dy, x, values, Topology(*rest[:5]), tuple(rest[9]))
+    topology, conv = Topology(*rest[:5]), _conv(*rest[5:9])
+    return _checked_backward(conv, dy, x, values, topology, tuple(rest[9]))
 
 
 def _conv2d_gradient_at_op(
@@ -325,6 +374,14 @@ _define(
     _conv2d_gradient_at_op,
     _gradient_at_fake,
 )
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> Any:
+    raise RuntimeError("sparse layers have no second derivative")
+
+
+for _name in ("linear_backward", "conv2d_backward"):
+    torch.library.register_autograd(f"rewire::{_name}", _no_second_derivative, lib=_library)
 for _name, _rule in (("linear", _linear_autograd), ("conv2d", _conv2d_autograd)):
     torch.library.register_autograd(f"rewire::{_name}", _rule, setup_context=_save, lib=_library)
     for _device in ("cpu", "cuda"):
@@ -346,26 +403,30 @@ class _Product(torch.autograd.Function):
         topology: Topology,
         conv: Convolution,
         row_major: bool,
+        relu: bool,
     ) -> Tensor:
-        x = layout.to_batch_last(x)
-        ctx.save_for_backward(x, values, *topology)
-        ctx.conv, ctx.row_major = conv, row_major  # type: ignore[attr-defined]
-        y = _forward(conv, x, values, bias, topology)
+        given, x = x, layout.to_batch_last(x)
+        y = _forward(conv, x, values, bias, topology, relu)
+        ctx.save_for_backward(x, values, *topology, y if relu else None)  # type: ignore[arg-type]
+        # The gradient of a row-major input goes back to where rows are wanted.
+        ctx.conv, ctx.rows = conv, x is not given and x.dim() == 2  # type: ignore[attr-defined]
         return layout.to_row_major(y) if row_major else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, values, *topology = ctx.saved_tensors
+        x, values, *topology, z = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
+        if z is not None:
+            dy = _rectify_gradient(dy, z)
         dx, dw, db = _backward(ctx.conv, dy, x, values, Topology(*topology), needs)
-        if needs[0] and ctx.row_major:
+        if needs[0] and ctx.rows:
             dx = layout.to_row_major(dx)
         return (
             dx if needs[0] else None,
             dw if needs[1] else None,
             db if needs[2] else None,
-            *(None, None, None),
+            *(None, None, None, None),
         )
 
 
@@ -376,15 +437,30 @@ def _product(
     topology: Topology,
     conv: Convolution,
     row_major: bool,
+    relu: bool,
 ) -> Tensor:
+    _refuse_tangents()
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     if wanted and torch.is_grad_enabled():
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, values, bias, topology, conv, row_major
+            x, values, bias, topology, conv, row_major, relu
         )
         return result
-    y = _forward(conv, layout.to_batch_last(x), values, bias, topology)
+    y = _forward(conv, layout.to_batch_last(x), values, bias, topology, relu)
     return layout.to_row_major(y) if row_major else y
+
+
+def _rectify_gradient(dz: Tensor, z: Tensor) -> Tensor:
+    """``dz`` where the rectified ``z`` is positive."""
+    kernels = native.kernels(z)
+    if kernels is None or z.numel() == 0:
+        return dz * (z > 0)
+    dz = layout.to_batch_last(dz)
+    dy = native.empty(kernels, tuple(z.shape), layout.strides(tuple(z.shape)), z)
+    kernels.rectify_gradient(
+        dz.data_ptr(), z.data_ptr(), dy.data_ptr(), z.numel(), native.threads()
+    )
+    return dy
 
 
 def _plain(x: Tensor) -> bool:
@@ -403,7 +479,12 @@ def _autocast(x: Tensor, values: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, row_major: bool = False
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    row_major: bool = False,
+    relu: bool = False,
 ) -> Tensor:
     """y[n, o] = bias[o] + sum over connections (o, i) of values * x[n, i].
 
@@ -413,33 +494,36 @@ def linear(
         bias: (out units,) or None.
         topology: the connections, from :func:`rewire.ops.topology.build`.
         row_major: return contiguous memory instead of batch-last.
+        relu: rectify the result, in the same pass over memory.
     """
-    if x.dim() != 2:
-        raise ValueError(f"linear takes a 2-D input (batch, units), got {tuple(x.shape)}")
+    _check_dims(x, 2, "linear")
     if not _plain(x):
         y: Tensor = torch.ops.rewire.linear(x, values, bias, *topology, row_major)
-        return y
+        return y.relu() if relu else y
     x = _autocast(x, values)
     _check(LINEAR, x, values, bias, topology)
-    return _product(x, values, bias, topology, LINEAR, row_major)
+    return _product(x, values, bias, topology, LINEAR, row_major, relu)
 
 
 def conv2d(
-    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, conv: Convolution
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    conv: Convolution,
+    relu: bool = False,
 ) -> Tensor:
-    """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``."""
-    if x.dim() != 4:
-        raise ValueError(
-            f"conv2d takes a 4-D input (batch, channels, height, width), got {tuple(x.shape)}"
-        )
+    """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``,
+    rectified in the same pass over memory if ``relu``."""
+    _check_dims(x, 4, "conv2d")
     if not _plain(x):
         sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
-        return y
+        return y.relu() if relu else y
     x = _autocast(x, values)
     _check(conv, x, values, bias, topology)
     _check_image(conv, x)
-    return _product(x, values, bias, topology, conv, False)
+    return _product(x, values, bias, topology, conv, False, relu)
 
 
 def gradient_at(

@@ -37,10 +37,12 @@ def check_rows(indptr: Tensor, indices: Tensor, n_in: int, n_out: int) -> None:
             raise TopologyError(
                 f"{name} must be a 1-D int32 tensor, got {tensor.dim()}-D {tensor.dtype}"
             )
-    if indptr.numel() != n_out + 1:
+    if indptr.numel() != n_out + 1 or indptr.numel() == 0:
         raise TopologyError(
-            f"indptr has {indptr.numel()} elements, expected out units + 1 = {n_out + 1}"
+            f"indptr has {indptr.numel()} elements, expected out units + 1 = {max(n_out, 0) + 1}"
         )
+    if n_out == 0 and indices.numel():
+        raise TopologyError(f"{indices.numel()} connections belong to no output unit")
     row = _first_bad_row(indptr, indices, n_in)
     if row >= 0:
         raise TopologyError(
@@ -98,23 +100,26 @@ def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topo
     return Topology(indptr, indices, slots, rows[order].int(), order.int())
 
 
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
-    a, b, c, d, e = topology
-    return (
-        *(a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr()),
-        *(a._version, b._version, c._version, d._version, e._version),
-        *(a.numel(), b.numel(), n_in, taps),
-    )
+    return (*map(_version, topology), n_in, taps, topology.indptr.data_ptr())
 
 
 def _remember(topology: Topology, n_in: int, taps: int) -> None:
-    topology.indptr._rewire_checked = _stamp(topology, n_in, taps)  # type: ignore[attr-defined]
+    # Kept with the tensors themselves: another tensor could come to lie at the same address.
+    note = (topology[1:], _stamp(topology, n_in, taps))
+    topology.indptr._rewire_checked = note  # type: ignore[attr-defined]
 
 
 def ensure(topology: Topology, n_in: int, taps: int) -> None:
     """Raise a TopologyError unless all five tensors agree; free if these very tensors were checked
     before and have not been written to since."""
-    if getattr(topology.indptr, "_rewire_checked", None) == _stamp(topology, n_in, taps):
+    others, stamp = getattr(topology.indptr, "_rewire_checked", (None, None))
+    same = others is not None and all(a is b for a, b in zip(others, topology[1:], strict=True))
+    if same and stamp == _stamp(topology, n_in, taps):
         return
     indptr, indices, *rest = topology
     check_rows(indptr, indices, n_in, indptr.numel() - 1)

@@ -1,0 +1,106 @@
+"""One measurement of the benchmark: what is built, how it is timed, and the numbers it gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from rewire.bench.timing import Function, Tick, Timing, interleaved
+
+OURS, DENSE, CSR = "ours", "dense", "torch.sparse CSR"
+FORWARD, TRAINING, INFERENCE, STEP = "forward", "forward+backward", "inference", "training step"
+
+Key = tuple[str, str]  # who, and which of its variants; only the fastest of them counts
+Functions = dict[Key, Function]
+Groups = Iterator[tuple[str, Functions]]  # for each mode, what to time side by side
+
+
+@dataclass(frozen=True)
+class Result:
+    """Milliseconds of one call, ours and the others'.
+
+    Attributes:
+        kind: what was measured: ``"linear chain"``, ``"linear layer"``, ``"conv chain"``,
+            ``"conv layer"``, ``"model"``.
+        shape: its size, or its name.
+        sparsity: share of the weights that is absent in ours.
+        batch: number of samples.
+        mode: ``"forward"``, ``"forward+backward"``, ``"inference"`` or ``"training step"``.
+        ours_ms: our time.
+        dense_ms: dense PyTorch's in its fastest memory format; None if it was too large to run.
+        dense_format: which memory format that was.
+        csr_ms: torch.sparse's, where it was timed.
+        peers: the times of other libraries that are installed.
+        ratio: how many times faster than dense.
+    """
+
+    kind: str
+    shape: str
+    sparsity: float
+    batch: int
+    mode: str
+    ours_ms: float
+    dense_ms: float | None = None
+    dense_format: str | None = None
+    csr_ms: float | None = None
+    peers: dict[str, float] = field(default_factory=dict)
+    ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to measure.
+
+    Attributes:
+        kind, shape, sparsity, batch: as in :class:`Result`.
+        modes: how it is run.
+        groups: builds what is timed, one mode after the other, and yields it; nothing is built, and
+            no memory taken, before the case runs.
+    """
+
+    kind: str
+    shape: str
+    sparsity: float
+    batch: int
+    modes: tuple[str, ...]
+    groups: Callable[[], Groups]
+
+    @property
+    def label(self) -> str:
+        """One line for the screen."""
+        return f"{self.kind} {self.shape}, {100 * self.sparsity:g} % sparse, batch {self.batch}"
+
+    def run(
+        self, rounds: int, *, patience: float = math.inf, tick: Tick | None = None
+    ) -> list[Result]:
+        """Build, time and compare; one result for each mode. See :func:`interleaved`."""
+        results = []
+        for index, (mode, functions) in enumerate(self.groups()):
+
+            def part(share: float, done: int = index) -> None:
+                if tick is not None:
+                    tick((done + share) / len(self.modes))
+
+            timings = interleaved(functions, rounds, patience=patience, tick=part)
+            results.append(self._result(mode, timings))
+        assert tuple(result.mode for result in results) == self.modes
+        return results
+
+    def _result(self, mode: str, timings: Mapping[Key, Timing]) -> Result:
+        fastest: dict[str, tuple[float, str]] = {}
+        for (who, variant), timing in timings.items():
+            found = (1e3 * timing.median, variant)
+            fastest[who] = min(found, fastest.get(who, found))
+        ours, _ = fastest.pop(OURS)
+        dense, dense_format = fastest.pop(DENSE, (None, None))
+        csr, _ = fastest.pop(CSR, (None, None))
+        return Result(
+            *(self.kind, self.shape, self.sparsity, self.batch, mode),
+            ours_ms=ours,
+            dense_ms=dense,
+            dense_format=dense_format,
+            csr_ms=csr,
+            peers={who: milliseconds for who, (milliseconds, _) in fastest.items()},
+            ratio=None if dense is None else dense / ours,
+        )

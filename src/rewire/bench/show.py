@@ -1,0 +1,207 @@
+"""Results on the screen: progress while they are taken, then tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+from rich.text import Text
+
+from rewire.bench.case import CSR, STEP, Result
+from rewire.bench.step import Share
+
+_CONVS = "3x3 convolutions of VGG-16, ResNet-56"
+# What the shapes of a kind are, and the title of its table; kinds of one title share it.
+_TITLES = {
+    "linear chain": ("width", "Four linear layers with ReLU"),
+    "linear layer": ("width", "One linear layer, row-major in and out"),
+    "conv chain": ("convolution", _CONVS),
+    "conv layer": ("convolution", _CONVS),
+    "model": ("model", "Training step: forward, backward, SGD"),
+}
+
+
+def console() -> Console:
+    """The screen; a file or a pipe gets lines as long as the tables need."""
+    made = Console(highlight=False)
+    return made if made.is_terminal else Console(highlight=False, width=max(made.width, 120))
+
+
+class Progress:
+    """A bar while cases run; on anything but a terminal one line for every case that is done."""
+
+    def __init__(self, screen: Console, total: int) -> None:
+        self._screen, self._total, self._done, self._label = screen, total, 0, ""
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+        self._bar = Bar(*columns, TimeElapsedColumn(), console=screen, transient=True)
+        self._task = self._bar.add_task("", total=total)
+
+    def __enter__(self) -> Progress:
+        if self._screen.is_terminal:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._screen.is_terminal:
+            self._bar.stop()
+
+    def start(self, label: str) -> None:
+        """A case begins."""
+        self._label = label
+        self._bar.update(self._task, description=label)
+
+    def tick(self, share: float) -> None:
+        """So much of the case is done."""
+        self._bar.update(self._task, completed=self._done + share)
+
+    def finish(self, results: Iterable[Result]) -> None:
+        """The case is done."""
+        self._done += 1
+        self._bar.update(self._task, completed=self._done)
+        if not self._screen.is_terminal:
+            found = ", ".join(f"{r.mode} {_times(r.ratio) or _ms(r.ours_ms)}" for r in results)
+            self._screen.print(f"{self._done}/{self._total} {self._label}: {found}", soft_wrap=True)
+
+
+def groups(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
+    """Results that belong in one table or panel, by its title and what their shapes are."""
+    found: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        what, title = _TITLES[result.kind]
+        if result.mode != STEP:
+            title = f"{title}: {result.mode}, batch {result.batch}"
+        found.setdefault((title, what), []).append(result)
+    return found
+
+
+def tables(results: Iterable[Result]) -> list[Table]:
+    """One table for each kind and mode, with geometric means over its shapes."""
+    return [_table(title, what, rows) for (title, what), rows in groups(results).items()]
+
+
+def _table(title: str, what: str, results: Sequence[Result]) -> Table:
+    others = list(dict.fromkeys(name for result in results for name in _others(result)))
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column(what, no_wrap=True)
+    for name in ("sparsity", "ours", "dense", "speed-up"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for name in others:
+        table.add_column(name, justify="right", no_wrap=True)
+    if what == "convolution":
+        table.caption = "channels x height x width: four in a row with ReLU, a->b: one"
+        table.caption_justify = "left"
+    last = ""
+    for result in results:
+        if last and result.shape != last:
+            table.add_section()
+        beside = _others(result)
+        table.add_row(
+            "" if result.shape == last else result.shape,
+            _percent(result.sparsity),
+            _ms(result.ours_ms),
+            "does not fit" if result.dense_ms is None else _ms(result.dense_ms),
+            _highlighted(result.ratio),
+            *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
+        )
+        last = result.shape
+    if len({result.shape for result in results}) > 1:
+        table.add_section()
+        for row in _means(results, others):
+            table.add_row(*row)
+    return table
+
+
+def _means(results: Sequence[Result], others: Sequence[str]) -> Iterable[tuple[str | Text, ...]]:
+    """For each sparsity the geometric mean over the shapes, of the ratio to each of the others."""
+    for index, sparsity in enumerate(dict.fromkeys(result.sparsity for result in results)):
+        mine = [result for result in results if result.sparsity == sparsity]
+        dense = geometric_mean([result.ratio for result in mine if result.ratio is not None])
+        cells = [_highlighted(dense)]
+        for name in others:
+            found = [(r.ours_ms, _others(r)[name]) for r in mine if name in _others(r)]
+            cells.append(_highlighted(geometric_mean([theirs / ours for ours, theirs in found])))
+        yield ("" if index else "geometric mean", _percent(sparsity), "", "", *cells)
+
+
+def geometric_mean(values: Sequence[float]) -> float | None:
+    """None for no values.
+
+    >>> round(geometric_mean([2.0, 8.0]), 6)
+    4.0
+    """
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def footer(facts: Mapping[str, Any], peers: Mapping[str, str]) -> str:
+    """What the numbers were taken on."""
+    versions = f"rewire {facts['rewire']} ({facts['instruction_set']}), torch {facts['torch']}"
+    lines = [f"{facts['cpu']}, {facts['threads']} threads, {versions}"]
+    lines += [f"{name}: {status}" for name, status in peers.items()]
+    return "\n".join(lines)
+
+
+def overhead(microseconds: Mapping[str, float]) -> str:
+    """One line on what a tiny call costs."""
+    names = {"op": "rewire.ops.linear", "layer": "SparseLinear"}
+    costs = (f"{names.get(name, name)} {cost:.0f} us" for name, cost in microseconds.items())
+    return f"One call on a tiny layer: {', '.join(costs)}"
+
+
+def shares(title: str, found: Iterable[Share]) -> Table:
+    """Where the time of a step goes."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.add_column("operator", no_wrap=True)
+    for name in ("share", "time", "calls"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in found:
+        time = _ms(row.milliseconds)
+        table.add_row(row.operator, f"{100 * row.share:.1f} %", time, f"{row.calls:.0f}")
+    return table
+
+
+def _others(result: Result) -> dict[str, float]:
+    """Milliseconds of all but dense."""
+    return {} | ({} if result.csr_ms is None else {CSR: result.csr_ms}) | result.peers
+
+
+def _compared(theirs: float, ours: float) -> Text:
+    return Text(f"{_ms(theirs)}  ").append(_highlighted(theirs / ours))
+
+
+def _highlighted(ratio: float | None) -> Text:
+    if ratio is None:
+        return Text("")
+    style = "red" if ratio < 1 else "yellow" if ratio < 2 else "bold green"
+    return Text(_times(ratio), style=style)
+
+
+def _times(ratio: float | None) -> str:
+    """How many times faster, to three digits.
+
+    >>> _times(7.256), _times(23.07), _times(0.333)
+    ('7.26x', '23.1x', '0.33x')
+    """
+    if ratio is None:
+        return ""
+    return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
+
+
+def _ms(milliseconds: float) -> str:
+    digits = 3 if milliseconds < 1 else 2 if milliseconds < 100 else 0
+    return f"{milliseconds:,.{digits}f} ms"
+
+
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:g} %"

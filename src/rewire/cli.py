@@ -1,0 +1,36 @@
+"""The command line: ``rewire``, or ``python -m rewire``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import rewire
+from rewire.bench.cli import app as bench
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Always-sparse neural-network training for PyTorch.",
+    rich_markup_mode="markdown",
+    epilog="Example: `rewire bench layers --quick`",
+)
+app.add_typer(bench, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"rewire {rewire.__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Always-sparse neural-network training for PyTorch."""

@@ -1,0 +1,302 @@
+"""The benchmark and its command line: what it measures, shows, writes and refuses. No speed."""
+
+import gc
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import rewire
+from rewire.bench import layers, machine, peers, show, step, timing, workloads
+from rewire.bench.case import CSR, DENSE, FORWARD, OURS, TRAINING, Case, Functions, Result
+from rewire.bench.timing import Timing, interleaved, ratios
+from rewire.cli import app
+
+TINY = ["--rounds", "1", "--sparsity", "0.9", "--batch", "4"]
+
+
+def run(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+# The command line ---------------------------------------------------------------------------------
+
+
+def test_importing_rewire_needs_nothing_of_the_command_line() -> None:
+    code = (
+        "import sys, rewire\n"
+        "for name in ('typer', 'rich', 'matplotlib'): assert name not in sys.modules, name\n"
+        "import rewire.cli\n"
+        "assert 'matplotlib' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "rewire", "--version"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout.strip() == f"rewire {rewire.__version__}"
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["bench", "layers"], ["bench", "step"]])
+def test_help_shows_an_example_or_the_commands(command: list[str]) -> None:
+    done = run(*command, "--help")
+    assert done.exit_code == 0
+    assert "Example: rewire" in done.output or "Commands" in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["layers", "--sparsity", "1.0"], "'1.0' is no sparsity"),
+        (["layers", "--sparsity", "0.9,half"], "'half' is no sparsity"),
+        (["layers", "--sparsity", "nan"], "'nan' is no sparsity"),
+        (["layers", "--width", "0"], "'0' is no width"),
+        (["layers", "--width", "8", "--only", "conv"], "no width"),
+        (["layers", "--only", "pooling"], "pooling"),
+        (["layers", "--rounds", "0"], "--rounds"),
+        (["layers", "--batch", "0"], "--batch"),
+        (["layers", "--threads", "0"], "--threads"),
+        (["layers", "--json", "."], "is a directory"),
+        (["layers", "--json", "nowhere/a.json"], "no directory"),
+        (["layers", "--plot", "a.txt"], "no picture"),
+        (["step", "--model", "vgg17"], "'vgg17'"),
+        (["step", "--sparsity", "-1"], "no sparsity"),
+        (["step", "--width", "8"], "--width"),
+    ],
+)
+def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
+    done = run("bench", *arguments)
+    assert done.exit_code == 2
+    assert message in " ".join(done.output.replace("│", " ").split())
+
+
+def test_layers_are_measured_shown_and_written(tmp_path: Path) -> None:
+    file, picture = tmp_path / "layers.json", tmp_path / "layers.png"
+    threads = torch.get_num_threads()
+    done = run(
+        *("bench", "layers", "--quick", *TINY, "--width", "32", "--width", "16,32"),
+        *("--threads", "1", "--json", file, "--plot", picture),
+    )
+    assert done.exit_code == 0, done.output
+    assert torch.get_num_threads() == threads
+    for text in ("Four linear layers", "3x3 convolutions", "geometric mean", "tiny layer", "90 %"):
+        assert text in done.output
+    document = json.loads(file.read_text())
+    assert document["benchmark"] == "layers"
+    assert document["machine"]["threads"] == 1
+    assert set(document["machine"]) >= {"cpu", "torch", "rewire", "instruction_set"}
+    assert set(document["peers"]) == {"SparseProp", "sparselab"}
+    assert set(document["overhead_us"]) == {"op", "layer", "nn.Linear"}
+    results = [Result(**row) for row in document["results"]]
+    found = [(r.kind, r.shape, r.mode, r.batch) for r in results]
+    both = ("forward+backward", "forward")
+    assert found == [
+        *(("linear chain", width, mode, 4) for width in ("32", "16") for mode in both),
+        *(("linear layer", width, mode, 4) for width in ("32", "16") for mode in both),
+        *(("conv chain", "64x8x8", mode, 4) for mode in both),
+        *(("linear chain", width, "inference", 1) for width in ("32", "16")),
+        ("conv chain", "64x8x8", "inference", 1),
+    ]
+    for result in results:
+        assert result.sparsity == 0.9
+        assert result.dense_ms is not None
+        assert result.ratio == pytest.approx(result.dense_ms / result.ours_ms)
+        is_linear = result.kind.startswith("linear")
+        assert (result.csr_ms is not None) == (is_linear and result.mode != TRAINING)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [file, picture]  # nothing temporary is left
+
+
+def test_steps_are_measured_profiled_and_written(tmp_path: Path) -> None:
+    file, picture = tmp_path / "step.json", tmp_path / "step.svg"
+    arguments = ("--model", "mlp", "--profile", "--json", file, "--plot", picture)
+    done = run("bench", "step", *TINY, *arguments)
+    assert done.exit_code == 0, done.output
+    assert "Where the time of our step goes: mlp, 90 % sparse" in done.output
+    document = json.loads(file.read_text())
+    (result,) = document["results"]
+    assert (result["kind"], result["shape"], result["mode"]) == ("model", "mlp", "training step")
+    operators = document["profile"]["operators"]
+    assert len(operators) == 16
+    assert sum(row["share"] for row in operators) == pytest.approx(1)
+    assert "svg" in picture.read_text()
+
+
+def test_an_interrupted_run_shows_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(self: Case, rounds: int, **_: Any) -> list[Result]:
+        if self.kind != "linear chain":
+            raise KeyboardInterrupt
+        return [Result(self.kind, self.shape, self.sparsity, self.batch, FORWARD, 1.0, 2.0)]
+
+    monkeypatch.setattr(Case, "run", measure)
+    done = run("bench", "layers", "--quick", "--json", tmp_path / "layers.json")
+    assert done.exit_code == 130
+    assert "Four linear layers" in done.output
+    assert "Interrupted" in done.output
+    assert not list(tmp_path.iterdir())
+
+
+# Timing -------------------------------------------------------------------------------------------
+
+
+def test_functions_take_turns_while_nothing_is_collected() -> None:
+    calls: list[str] = []
+    collecting: list[bool] = []
+
+    def function(name: str) -> None:
+        calls.append(name)
+        collecting.append(gc.isenabled())
+
+    shares: list[float] = []
+    functions = {name: (lambda name=name: function(name)) for name in "abc"}
+    timings = interleaved(functions, 4, sample=0, tick=shares.append)
+    assert "".join(calls[-12:]) == "abc" + "bca" + "cab" + "abc"
+    assert not any(collecting)
+    assert gc.isenabled()
+    assert shares == [0.25, 0.5, 0.75, 1]
+    assert [(len(t.samples), t.inner) for t in timings.values()] == [(4, 1)] * 3
+
+
+def test_short_functions_fill_a_sample_and_patience_ends() -> None:
+    (found,) = interleaved({"a": lambda: None}, 9, sample=1e-4, patience=0).values()
+    assert found.inner > 10
+    assert len(found.samples) == 5
+    assert 0 < found.median < 1e-4
+
+
+def test_ratios_are_to_the_baseline() -> None:
+    timings = {"a": Timing((2.0, 1.0, 9.0), 1), "b": Timing((8.0,), 1)}
+    assert ratios(timings, "a") == {"a": 1, "b": 4}
+    with pytest.raises(ValueError, match="no timing 'c'"):
+        ratios(timings, "c")
+    with pytest.raises(ValueError, match="rounds must be at least 1"):
+        interleaved({}, 0)
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    with timing.threads(before + 1):
+        assert torch.get_num_threads() == before + 1
+    assert torch.get_num_threads() == before
+
+
+# What is measured ---------------------------------------------------------------------------------
+
+
+def test_the_convolutions_are_those_of_the_models() -> None:
+    assert [str(shape) for shape in layers.conv_shapes()] == [
+        *("3->16x32x32", "16x32x32", "16->32x16x16", "32x16x16", "32->64x8x8", "64x8x8"),
+        *("64->128x4x4", "128x4x4", "128x2x2", "16->32x32x32 /2", "32->64x16x16 /2"),
+    ]
+
+
+def test_the_fastest_variant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {(OURS, ""): 1e-3, (DENSE, "a"): 8e-3, (DENSE, "b"): 4e-3, (CSR, ""): 2e-3}
+    seconds |= {("peer", "x"): 6e-3, ("peer", "y"): 7e-3}
+    monkeypatch.setattr(
+        "rewire.bench.case.interleaved",
+        lambda functions, rounds, **_: {key: Timing((seconds[key],), 1) for key in functions},
+    )
+
+    def groups() -> Iterator[tuple[str, Functions]]:
+        yield FORWARD, {key: (lambda: None) for key in seconds}
+
+    (result,) = Case("linear layer", "8", 0.5, 2, (FORWARD,), groups).run(1)
+    assert result == Result("linear layer", "8", 0.5, 2, FORWARD, 1, 4, "b", 2, {"peer": 6}, 4)
+
+
+def test_a_dense_model_that_does_not_fit_is_left_out() -> None:
+    plan = layers.Plan(widths=(16,), sparsities=(0.5,), batch=2, parts=("linear",), max_memory=0)
+    results = [result for case in layers.cases(plan) for result in case.run(1)]
+    assert len(results) == 4
+    assert all(result.dense_ms is None and result.ratio is None for result in results)
+    screen = show.console()
+    with screen.capture() as captured:
+        for table in show.tables(results):
+            screen.print(table)
+    assert "does not fit" in captured.get()
+
+
+def test_every_convolution_can_be_measured() -> None:
+    plan = layers.Plan(convs=layers.conv_shapes(), sparsities=(0.99,), batch=2, parts=("conv",))
+    for case in layers.cases(plan):
+        for mode, functions in case.groups():
+            assert mode in case.modes
+            assert {(OURS, ""), (DENSE, "contiguous"), (DENSE, "channels_last")} <= set(functions)
+
+
+@pytest.mark.parametrize("name", list(step.WORKLOADS))
+def test_every_model_takes_a_step(name: str) -> None:
+    plan = step.Plan(models=(name,), sparsities=(0.98,), batch=2)
+    (case,) = step.cases(plan)
+    ((_, functions),) = case.groups()
+    convolutional = name in ("vgg16", "resnet56")
+    assert ((DENSE, "channels_last") in functions) == convolutional
+    functions[OURS, ""]()
+
+
+def test_what_computes_something_else_is_not_compared() -> None:
+    with pytest.raises(RuntimeError, match="dense and rewire disagree"):
+        workloads._check("dense", nn.Linear(4, 4), torch.ones(2, 4), like=nn.Linear(4, 4))
+
+
+def test_peers_take_part_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_twin = SimpleNamespace(from_dense=lambda layer, **_: layer)  # a library of dense layers
+    library = SimpleNamespace(SparseLinear=dense_twin, SparseConv2d=dense_twin)
+    monkeypatch.setattr(
+        peers, "_load", lambda peer: library if peer == peers.SPARSEPROP else "not installed"
+    )
+    assert peers.status()[peers.SPARSELAB] == "not installed"
+    ((_, linear), _) = workloads.linear_layer(8, 0.5, 2, 1)
+    assert (peers.SPARSEPROP, "") in linear
+    ((_, chain), _) = workloads.convolution(workloads.ConvShape(4, 4, 4), 0.5, 2)
+    assert {(peers.SPARSEPROP, "over batch"), (peers.SPARSEPROP, "over width")} <= set(chain)
+    ((_, strided), _) = workloads.convolution(workloads.ConvShape(4, 8, 4, 2), 0.5, 2)
+    assert (peers.SPARSEPROP, "over width") not in strided
+
+
+def test_a_missing_library_is_named() -> None:
+    peers._load.cache_clear()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(peers._MODULES, peers.SPARSEPROP, "rewire_no_such_library")
+            patch.setitem(peers._MODULES, peers.SPARSELAB, "rewire.no_such_module")
+            found = peers.status()
+    finally:
+        peers._load.cache_clear()
+    assert found[peers.SPARSEPROP] == "not installed"
+    assert found[peers.SPARSELAB].startswith("cannot be imported")
+
+
+def test_overhead_is_of_one_call() -> None:
+    found = layers.overhead(rounds=1)
+    assert all(0 < cost < 1e5 for cost in found.values())
+
+
+# What is written ----------------------------------------------------------------------------------
+
+
+def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    machine.save(file, {"a": 1})
+    with pytest.raises(TypeError):
+        machine.save(file, {"a": object()})
+    assert json.loads(file.read_text()) == {"a": 1}
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_geometric_means() -> None:
+    assert show.geometric_mean([]) is None
+    assert math.isclose(show.geometric_mean([1.0, 4.0, 16.0]) or 0, 4)
