@@ -297,6 +297,14 @@ def test_a_file_is_written_in_full_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    monkeypatch.setattr("os.getloadavg", lambda: (1.9, 9.0, 9.0))
+    assert machine.busy() is None
+    monkeypatch.setattr("os.getloadavg", lambda: (3.14, 0.0, 0.0))
+    assert "busy (load 3.1)" in (machine.busy() or "")
+
+
 def test_geometric_means() -> None:
     assert show.geometric_mean([]) is None
     assert math.isclose(show.geometric_mean([1.0, 4.0, 16.0]) or 0, 4)

@@ -129,7 +129,7 @@ def layers(
 
     Linear layers in a chain of four and alone, the convolutions of VGG-16 and ResNet-56, and
     inference of one sample. SparseProp and sparselab take part if they are installed. The full
-    set takes about half an hour and 16 GB, most of it for the widest layers.
+    set takes tens of minutes and up to 16 GB, most of it for the widest layers.
 
     Example: `rewire bench layers --quick --json layers.json --plot layers.png`
     """
@@ -226,8 +226,10 @@ def _measure(
     screen: Console, cases: Sequence[Case], rounds: int | None, quick: bool
 ) -> tuple[list[Result], bool]:
     """The results, and whether they are all there or the user had enough."""
-    from rewire.bench import show
+    from rewire.bench import machine, show
 
+    if warning := machine.busy():
+        screen.print(warning, style="yellow")
     results: list[Result] = []
     patience = _PATIENCE if rounds is None else math.inf
     rounds = rounds or (7 if quick else 15)

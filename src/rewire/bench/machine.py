@@ -29,6 +29,17 @@ def facts() -> dict[str, Any]:
     }
 
 
+def busy() -> str | None:
+    """A warning if other processes have kept the machine busy over the last minute."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):  # not every system knows
+        return None
+    if load < 0.5 * (os.cpu_count() or 1):
+        return None
+    return f"The machine is busy (load {load:.1f}): timings and ratios will be off."
+
+
 def cpu_name() -> str:
     """The processor as the system calls it."""
     try:

@@ -11,7 +11,8 @@ from __future__ import annotations
 import importlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib import metadata
 from typing import Any
@@ -30,15 +31,28 @@ Variant = tuple[str, bool, nn.Module]  # its name, whether it wants batch-last m
 @cache
 def _load(peer: str) -> Any | str:
     """The module of a library, or why there is none."""
-    # Theirs is an OpenMP runtime that reads this when it is loaded.
-    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
     try:
-        return importlib.import_module(_MODULES[peer])
+        with _openmp_threads(torch.get_num_threads()):
+            return importlib.import_module(_MODULES[peer])
     except ModuleNotFoundError as error:
         name = _MODULES[peer].partition(".")[0]
         return "not installed" if error.name == name else f"cannot be imported: {error}"
     except Exception as error:  # a broken build raises anything
         return f"cannot be imported: {error}"
+
+
+@contextmanager
+def _openmp_threads(count: int) -> Iterator[None]:
+    """An OpenMP runtime that is loaded in here, other than torch's, will use so many threads."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def status() -> dict[str, str]:

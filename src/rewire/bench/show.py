@@ -30,8 +30,12 @@ _TITLES = {
 
 def console() -> Console:
     """The screen; a file or a pipe gets lines as long as the tables need."""
-    made = Console(highlight=False)
-    return made if made.is_terminal else Console(highlight=False, width=max(made.width, 120))
+    made = Console(highlight=False, markup=False)
+    return (
+        made
+        if made.is_terminal
+        else Console(highlight=False, markup=False, width=max(made.width, 120))
+    )
 
 
 class Progress:
@@ -100,7 +104,7 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
     if what == "convolution":
-        table.caption = "channels x height x width: four in a row with ReLU, a->b: one"
+        table.caption = "a x h x w: four with ReLU; a->b x h x w: one"
         table.caption_justify = "left"
     last = ""
     for result in results:

@@ -9,6 +9,7 @@ layers do so too, for the rectifier alone.
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 from rewire.ops import channels, layout
 
 Compute = Callable[[bool], Tensor]  # rectify -> result
+_WORTHWHILE = 1 << 15  # elements of an output
 
 
 def _version(tensor: Tensor) -> int:
@@ -197,6 +199,17 @@ def promise(
     if mode is not None:
         mode.pending.append(weakref.ref(pending))
     return pending
+
+
+def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
+    """Whether a layer should promise its output: a model runs, and a pass over memory costs more
+    than the promise."""
+    return (
+        bool(_local.modes)
+        and math.prod(shape) >= _WORTHWHILE
+        and x.dtype == values.dtype
+        and type(x) is Tensor
+    )
 
 
 def _hooked() -> bool:

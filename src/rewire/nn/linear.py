@@ -74,7 +74,7 @@ class SparseLinear(SparseLayer):
         def batch_last(relu: bool = False) -> Tensor:
             return ops.linear(rows, values, bias, topology, relu=relu).view(shape)
 
-        if fusion.active() is None or x.dtype != values.dtype or type(x) is not Tensor:
+        if not fusion.worthwhile(shape, x, values):
             return row_major()
         return fusion.promise(
             shape,

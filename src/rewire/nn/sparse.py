@@ -161,7 +161,7 @@ class SparseLayer(nn.Module):
     def _promise(self, x: Tensor, shape: tuple[int, ...], product: Product) -> Tensor:
         """The layer's output, or its promise while a converted model runs."""
         values, bias, topology = self.values, self.bias, self.topology
-        if fusion.active() is None or x.dtype != values.dtype or type(x) is not Tensor:
+        if not fusion.worthwhile(shape, x, values):
             return product(x, values, bias, topology, False)
         reads = (x, values) if bias is None else (x, values, bias)
         return fusion.promise(
