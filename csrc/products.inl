@@ -72,21 +72,26 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
                                    rest);
 }
 
-// A single column: batch-1 inference.
-template <class T>
+// A single column: batch-1 inference. kOne: the positions of the source follow each other.
+template <class T, bool kOne>
 REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
                               T start) {
+    constexpr int n = 8;
     const int32_t* offset = p.entries.offset;
-    T acc[4] = {start, 0, 0, 0};
+    const T* weight = p.weight;
+    const int64_t step = kOne ? 1 : p.step;
+    T acc[n] = {start};
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
-        for (; e + 4 <= end; e += 4)
-            for (int q = 0; q < 4; q++) acc[q] += p.weight[e + q] * src[offset[e + q] * p.step];
-        for (; e < end; e++) acc[0] += p.weight[e] * src[offset[e] * p.step];
+        for (; e + n <= end; e += n)
+#pragma GCC unroll 8
+            for (int q = 0; q < n; q++) acc[q] += weight[e + q] * src[offset[e + q] * step];
+        for (; e < end; e++) acc[0] += weight[e] * src[offset[e] * step];
     }
-    const T total = (acc[0] + acc[1]) + (acc[2] + acc[3]);
-    *dst = p.relu && total < 0 ? T(0) : total;
+    for (int width = n / 2; width; width /= 2)
+        for (int q = 0; q < width; q++) acc[q] += acc[q + width];
+    *dst = p.relu && acc[0] < 0 ? T(0) : acc[0];
 }
 
 // Rows outside, positions inside: what a row reads and writes then moves through memory in order.
@@ -106,7 +111,8 @@ void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
             sum_tile<T, 4, 2, false>(p, runs, ptr, src, dst, tile.dst_step, start, 0);
         for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
             if (tile.len == 1) {
-                sum_column(p, runs, ptr, src, dst, start);
+                p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
+                            : sum_column<T, false>(p, runs, ptr, src, dst, start);
                 continue;
             }
             int at = 0;
