@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 try:
-    from rewire import _native as _module
+    import rewire._native as _module
 except ImportError as error:  # built without a compiler, or for another machine
     _module = None  # type: ignore[assignment]
     warnings.warn(
