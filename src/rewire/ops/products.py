@@ -2,7 +2,8 @@
 
 ``linear`` and ``conv2d`` are torch.library operators (``torch.ops.rewire.*``) with autograd and fake
 rules, so they live in ``torch.compile`` graphs and under dispatch modes. In plain eager code the
-functions here go straight to the same kernels: the dispatcher's Python path costs more than a small layer computes.
+functions here go straight to the same kernels: the dispatcher's Python path costs more than a small
+layer computes.
 """
 
 from __future__ import annotations
