@@ -102,11 +102,18 @@ template <class T>
 void define(nb::module_& m) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
     m.def("empty", &empty<T>);
+    nb::class_<BatchNorm<T>>(m, "BatchNorm")
+        .def("__init__", [](BatchNorm<T>* p, int64_t channels, int64_t len, bool training, bool relu, double epsilon,
+                            Address weight, Address bias, Address mean, Address variance) {
+            new (p) BatchNorm<T>{channels,      len,         training,    relu,           epsilon,
+                                 at<T>(weight), at<T>(bias), at<T>(mean), at<T>(variance)};
+        });
     m.def("forward", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
-                        Address y, bool relu, int threads) {
+                        const BatchNorm<T>* norm, Address y, bool relu, Address mean, Address variance, int threads) {
         forward<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), at<T>(x),
-                   at<T>(y), relu, threads);
-    }, free);
+                   norm, at<T>(y), relu, at<T>(mean), at<T>(variance), threads);
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+       nb::arg(), nb::arg(), nb::arg(), free);
     m.def("input_gradient", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
                                Address dy, Address dx, int threads) {
         input_gradient<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)},
@@ -118,10 +125,13 @@ void define(nb::module_& m) {
                            at<T>(grad), threads);
     }, free);
     m.def("gradients", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
-                          Address x, Address dy, Address dx, Address grad, int threads) {
+                          Address x, const BatchNorm<T>* norm, Address dy, Address z, Address dx, Address grad,
+                          Address bias, Address norm_weight, Address norm_bias, int threads) {
         gradients<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
-                     at<T>(x), at<T>(dy), at<T>(dx), at<T>(grad), threads);
-    }, free);
+                     at<T>(x), norm, at<T>(dy), at<T>(z),
+                     {at<T>(dx), at<T>(grad), at<T>(bias), at<T>(norm_weight), at<T>(norm_bias)}, threads);
+    }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
+       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
     m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
         row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);
     }, free);
@@ -134,23 +144,13 @@ void define(nb::module_& m) {
     m.def("moments", [](Address x, int64_t channels, int64_t len, Address mean, Address variance, int threads) {
         moments<T>(table<T>(), at<T>(x), channels, len, at<T>(mean), at<T>(variance), threads);
     }, free);
-    m.def("batch_norm", [](int64_t channels, int64_t len, bool training, bool relu, double epsilon, Address weight,
-                           Address bias, Address mean, Address variance, Address x, Address residual, Address z,
-                           int threads) {
-        batch_norm<T>(table<T>(),
-                      {channels, len, training, relu, epsilon, at<T>(weight), at<T>(bias), at<T>(mean),
-                       at<T>(variance)},
-                      at<T>(x), at<T>(residual), at<T>(z), threads);
+    m.def("batch_norm", [](const BatchNorm<T>& p, Address x, Address residual, Address z, int threads) {
+        batch_norm<T>(table<T>(), p, at<T>(x), at<T>(residual), at<T>(z), threads);
     }, free);
-    m.def("batch_norm_gradient", [](int64_t channels, int64_t len, bool training, bool relu, double epsilon,
-                                    Address weight, Address bias, Address mean, Address variance, Address x,
-                                    Address z, Address dz, Address dx, Address dresidual, Address dweight,
-                                    Address dbias, int threads) {
-        batch_norm_gradient<T>(table<T>(),
-                               {channels, len, training, relu, epsilon, at<T>(weight), at<T>(bias), at<T>(mean),
-                                at<T>(variance)},
-                               at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual), at<T>(dweight),
-                               at<T>(dbias), threads);
+    m.def("batch_norm_gradient", [](const BatchNorm<T>& p, Address x, Address z, Address dz, Address dx,
+                                    Address dresidual, Address dweight, Address dbias, int threads) {
+        batch_norm_gradient<T>(table<T>(), p, at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual),
+                               at<T>(dweight), at<T>(dbias), threads);
     }, free);
     m.def("max_pool", [](const Pool& p, int64_t channels, Address x, Address y, Address which, int threads) {
         max_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), at<uint8_t>(which), threads);

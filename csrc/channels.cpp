@@ -1,7 +1,6 @@
 #include "channels.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "parallel.h"
 
@@ -18,8 +17,8 @@ void for_each_channel(int64_t channels, int64_t len, int threads, Body&& body) {
 }
 
 template <class T>
-double inverse_std(const BatchNorm<T>& p, int64_t c) {
-    return 1 / std::sqrt(double(p.variance[c]) + p.epsilon);
+NormGrad<T> norm_grad(const BatchNorm<T>& p, int64_t c, bool relu) {
+    return {p.len, p.mean[c], T(p.inverse_std(c)), T(p.scale(c)), T(p.shift(c)), relu, p.training};
 }
 
 }  // namespace
@@ -36,9 +35,7 @@ void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, T
 template <class T>
 void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* residual, T* z, int threads) {
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
-        const double scale = inverse_std(p, c) * (p.weight ? double(p.weight[c]) : 1);
-        const double shift = (p.bias ? double(p.bias[c]) : 0) - double(p.mean[c]) * scale;
-        table.normalize({p.len, T(scale), T(shift), p.relu}, x + c * p.len, residual ? residual + c * p.len : nullptr,
+        table.normalize({p.len, T(p.scale(c)), T(p.shift(c)), p.relu}, x + c * p.len, residual ? residual + c * p.len : nullptr,
                         z + c * p.len);
     });
 }
@@ -48,15 +45,25 @@ void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* 
                          T* dresidual, T* dweight, T* dbias, int threads) {
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
         const int64_t at = c * p.len;
-        const double inverse = inverse_std(p, c), scale = inverse * (p.weight ? double(p.weight[c]) : 1);
-        const double shift = (p.bias ? double(p.bias[c]) : 0) - double(p.mean[c]) * scale;
-        const NormGrad<T> grad{p.len, p.mean[c], T(inverse), T(scale), T(shift), p.relu, p.training};
+        const NormGrad<T> grad = norm_grad(p, c, p.relu);
         const T* out = z ? z + at : nullptr;
         double sums[2];
         table.norm_sums(grad, x + at, out, dz + at, sums);
         if (dbias) dbias[c] = T(sums[0]);
         if (dweight) dweight[c] = T(sums[1]);
         table.norm_gradient(grad, sums, x + at, out, dz + at, dx + at, dresidual ? dresidual + at : nullptr);
+    });
+}
+
+template <class T>
+void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const double* sums, T* dx,
+                         T* dweight, T* dbias, int threads) {
+    for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
+        const double mine[2] = {sums[2 * c], sums[2 * c + 1] * p.inverse_std(c)};
+        if (dbias) dbias[c] = T(mine[0]);
+        if (dweight) dweight[c] = T(mine[1]);
+        T* d = dx + c * p.len;
+        table.norm_gradient(norm_grad(p, c, false), mine, x + c * p.len, nullptr, d, d, nullptr);
     });
 }
 
@@ -96,6 +103,8 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*,   \
                                          T*, T*, T*, int);                                                         \
+    template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*, T*, T*, \
+                                         int);                                                                     \
     template void max_pool<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, uint8_t*, int);                 \
     template void max_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const T*, const uint8_t*, T*, int);  \
     template void mean_pool<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, int);                          \

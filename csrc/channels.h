@@ -1,6 +1,7 @@
 // Normalisation and pooling of batch-last activations, a channel at a time.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 
 #include "kernels.h"
@@ -14,6 +15,11 @@ struct BatchNorm {
     double epsilon;
     const T *weight, *bias;  // null: one and zero
     const T *mean, *variance;
+
+    double inverse_std(int64_t c) const { return 1 / std::sqrt(double(variance[c]) + epsilon); }
+    // The output is x * scale + shift.
+    double scale(int64_t c) const { return inverse_std(c) * (weight ? double(weight[c]) : 1); }
+    double shift(int64_t c) const { return (bias ? double(bias[c]) : 0) - double(mean[c]) * scale(c); }
 };
 
 // Mean and (biased) variance of each channel.
@@ -29,6 +35,12 @@ void batch_norm(const Table<T>&, const BatchNorm<T>&, const T* x, const T* resid
 template <class T>
 void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const T* z, const T* dz, T* dx,
                          T* dresidual, T* dweight, T* dbias, int threads);
+
+// The same where the rectifier's gradient is in dx already, with sums[2*c] of it and sums[2*c + 1] of it
+// times x - mean over each channel; dx is changed in place.
+template <class T>
+void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const double* sums, T* dx, T* dweight,
+                         T* dbias, int threads);
 
 // `which` receives the tap of each maximum, or is null.
 template <class T>

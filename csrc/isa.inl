@@ -13,9 +13,9 @@ template <class T>
 constexpr Table<T> table() {
     return {4 * kLanes<T>,    4 * kLanes<T>,
             sum<T>,           dots<T>,
-            copy<T>,          transpose<T>,
-            rectify_gradient<T>, total<T>,
-            variation<T>,
+            copy<T>,          read<T>,
+            transpose<T>,
+            total<T>,         variation<T>,
             normalize<T>,     norm_sums<T>,
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,

@@ -25,6 +25,12 @@ struct Entries {
     int32_t taps_h, taps_w;
 };
 
+// Mean and variation of numbers that come in pieces, as sums about a pivot near their mean.
+struct Spread {
+    double pivot = 0, sum = 0, squares = 0;
+    int64_t count = 0;
+};
+
 // dst[row] = start[row] + sum over e of weight[e] * src[offset[e]], rectified if asked
 template <class T>
 struct Sum {
@@ -36,9 +42,23 @@ struct Sum {
     int64_t row;     // elements from one output row to the next
     const T* start;  // bias, or null
     bool relu;
+    Spread* spread;  // of each row, or null
 };
 
-// grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]]
+// How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked; where
+// scale is null, as they are. With a gate of the same shape, zero wherever the gate is not positive.
+template <class T>
+struct Reading {
+    const T *scale, *shift;
+    bool relu;
+    const T* gate;
+
+    bool plain() const { return !scale && !gate; }
+};
+
+// grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]].
+// A factor that is read with a scale is the output of a batch norm: then dst is the gradient that passes
+// its rectifier, and sums[2*row] += dst, sums[2*row + 1] += dst * (factor - mean[row]).
 template <class T>
 struct Dots {
     Entries entries;
@@ -49,6 +69,9 @@ struct Dots {
     T* dst;
     int64_t row;
     T* grad;
+    Reading<T> reading;  // of the factor
+    const T* mean;
+    double* sums;
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.
@@ -80,9 +103,10 @@ struct Table {
     void (*dots)(const Dots<T>&, const Tile&, int64_t row0, int64_t row1);
     // `count` pieces of `len` elements from one spacing to another
     void (*copy)(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len);
+    // the same of a channel that is not read as it is; the gate starts where `from` does
+    void (*read)(const Reading<T>&, int64_t channel, const T* from, int64_t from_step, T* to, int64_t to_step,
+                 int64_t count, int64_t len);
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
-    // dy = dz where the rectified z was not cut off
-    void (*rectify_gradient)(const T* dz, const T* z, T* dy, int64_t len);
     double (*total)(const T* x, int64_t len);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -36,15 +37,26 @@ Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int thr
     return gathered;
 }
 
+// A tensor, and what it is read through.
+template <class T>
+struct Source {
+    const T* tensor;
+    Reading<T> reading{};
+};
+
 // Rows of one panel of an image, packed as [channel][row][column][panel]. It moves down the image.
 template <class T>
 class Window {
    public:
-    Window(const Table<T>& table, const Plan& plan, const T* tensor, int64_t n)
+    // `totals`, or null: takes in the sum of each channel over the rows from `own` on.
+    Window(const Table<T>& table, const Plan& plan, const Source<T>& source, int64_t n, int64_t own, double* totals)
         : table_(table),
           plan_(plan),
-          tensor_(tensor + n),
+          source_(source),
+          n_(n),
           len_(std::min(plan.panel, plan.batch - n)),
+          own_(own),
+          totals_(totals),
           rows_(plan.channels * plan.plane() * plan.panel) {}
 
     // The element where tap shift 0 of row i, column 0 reads, once all its rows are there.
@@ -67,15 +79,33 @@ class Window {
             last_ = std::max(last_, low);
         }
         for (; last_ < high; last_++)
-            for (int64_t c = 0; c < plan_.channels; c++)
-                table_.copy(tensor_ + (c * plan_.height + last_) * plan_.width * plan_.batch, plan_.batch,
-                            &rows_[c * plane + (last_ - first_) * row], plan_.panel, plan_.width, len_);
+            for (int64_t c = 0; c < plan_.channels; c++) {
+                T* to = &rows_[c * plane + (last_ - first_) * row];
+                pack(c, (c * plan_.height + last_) * plan_.width * plan_.batch + n_, to);
+                if (totals_ && last_ >= own_) totals_[c] += total(to);
+            }
+    }
+
+    void pack(int64_t channel, int64_t at, T* to) const {
+        const T* from = source_.tensor + at;
+        Reading<T> reading = source_.reading;
+        if (reading.plain()) return table_.copy(from, plan_.batch, to, plan_.panel, plan_.width, len_);
+        if (reading.gate) reading.gate += at;
+        table_.read(reading, channel, from, plan_.batch, to, plan_.panel, plan_.width, len_);
+    }
+
+    double total(const T* row) const {
+        if (len_ == plan_.panel) return table_.total(row, plan_.width * len_);
+        double sum = 0;
+        for (int64_t j = 0; j < plan_.width; j++) sum += table_.total(row + j * plan_.panel, len_);
+        return sum;
     }
 
     const Table<T>& table_;
     const Plan& plan_;
-    const T* tensor_;
-    int64_t len_, first_ = 0, last_ = 0;
+    const Source<T>& source_;
+    int64_t n_, len_, own_, first_ = 0, last_ = 0;
+    double* totals_;
     Scratch<T> rows_;
 };
 
@@ -83,8 +113,8 @@ class Window {
 template <class T>
 class Sweep {
    public:
-    Sweep(const Table<T>& table, const Plan& plan, const T* tensor)
-        : table_(table), plan_(plan), tensor_(tensor) {
+    Sweep(const Table<T>& table, const Plan& plan, const Source<T>& source, int threads)
+        : table_(table), plan_(plan), source_(source) {
         if (plan.mode == Mode::window) {
             tiles_ = plan.columns();
             tasks_ = tiles_.empty() || !plan.h.count ? 0 : plan.panels() * plan.bands();
@@ -92,26 +122,50 @@ class Sweep {
         }
         tiles_ = plan.cut();
         tasks_ = std::min<int64_t>(64, int64_t(tiles_.size()));
+        if (!source.reading.plain()) settle(threads);
     }
 
     int64_t tasks() const { return tasks_; }
     int64_t elements() const { return plan_.h.count * plan_.w.count * plan_.batch; }
 
-    // Calls body(source, tile) for the tiles of one task.
+    // Whether the tasks together read all rows of the source, and can add up its channels on the way.
+    bool totals() const {
+        return plan_.mode == Mode::window && plan_.h.stride == 1 && plan_.origin <= 0 &&
+               plan_.h.count - 1 + plan_.h.highest() >= plan_.height - 1;
+    }
+    const Source<T>& source() const { return source_; }
+
+    // Calls body(source, tile) for the tiles of one task. `totals`, or null: takes in the sums of the
+    // channels over what no other task adds.
     template <class Body>
-    void run(int64_t task, Body&& body) const {
-        if (plan_.mode == Mode::window) return slide(task, body);
+    void run(int64_t task, double* totals, Body&& body) const {
+        if (plan_.mode == Mode::window) return slide(task, totals, body);
         const int64_t count = int64_t(tiles_.size());
         for (int64_t t = count * task / tasks_; t < count * (task + 1) / tasks_; t++)
-            body(tensor_, tiles_[size_t(t)]);
+            body(source_.tensor, tiles_[size_t(t)]);
     }
 
    private:
+    // The source as it is read: where nothing is packed, this is done beforehand.
+    void settle(int threads) {
+        const int64_t len = plan_.height * plan_.width * plan_.batch;
+        settled_ = Scratch<T>(plan_.channels * len);
+        parallel_for(plan_.channels, worth(plan_.channels * len / 4, threads), [&](int64_t c) {
+            Reading<T> reading = source_.reading;
+            if (reading.gate) reading.gate += c * len;
+            table_.read(reading, c, source_.tensor + c * len, len, &settled_[c * len], len, 1, len);
+        });
+        source_ = {settled_.get()};
+    }
+
     template <class Body>
-    void slide(int64_t task, Body&& body) const {
+    void slide(int64_t task, double* totals, Body&& body) const {
         const int64_t bands = plan_.bands(), band = task % bands, n = task / bands * plan_.panel;
-        Window<T> window(table_, plan_, tensor_, n);
-        for (int64_t i = plan_.h.count * band / bands; i < plan_.h.count * (band + 1) / bands; i++) {
+        const int64_t first = plan_.h.count * band / bands;
+        // The band before has read up to here.
+        const int64_t own = band ? (first - 1) * plan_.h.stride + plan_.h.highest() + 1 : 0;
+        Window<T> window(table_, plan_, source_, n, own, totals);
+        for (int64_t i = first; i < plan_.h.count * (band + 1) / bands; i++) {
             const T* source = window.at(i);
             for (Tile tile : tiles_) {
                 plan_.h.valid(i, tile.kh0, tile.kh1);
@@ -124,9 +178,53 @@ class Sweep {
 
     const Table<T>& table_;
     const Plan& plan_;
-    const T* tensor_;
+    Source<T> source_;
+    Scratch<T> settled_;
     std::vector<Tile> tiles_;  // in a window: of one row
     int64_t tasks_;
+};
+
+// totals[c] += the sum of the source's channel c.
+template <class T>
+void add_channels(const Table<T>& table, const Plan& plan, const Source<T>& source, double* totals, int threads) {
+    const int64_t len = plan.height * plan.width * plan.batch, block = 1 << 12;
+    parallel_for(plan.channels, worth(plan.channels * len / 4, threads), [&](int64_t c) {
+        const T* x = source.tensor + c * len;
+        if (source.reading.plain()) {
+            totals[c] += table.total(x, len);
+            return;
+        }
+        const Scratch<T> piece(block);
+        for (int64_t i = 0; i < len; i += block) {
+            const int64_t n = std::min(block, len - i);
+            Reading<T> reading = source.reading;
+            if (reading.gate) reading.gate += c * len + i;
+            table.read(reading, c, x + i, n, piece.get(), n, 1, n);
+            totals[c] += table.total(piece.get(), n);
+        }
+    });
+}
+
+// What a batch norm does to its channels.
+template <class T>
+class Affine {
+   public:
+    explicit Affine(const BatchNorm<T>* norm) : norm_(norm) {
+        if (!norm) return;
+        scale_ = Scratch<T>(2 * norm->channels);
+        for (int64_t c = 0; c < norm->channels; c++) {
+            scale_[c] = T(norm->scale(c));
+            scale_[norm->channels + c] = T(norm->shift(c));
+        }
+    }
+    Reading<T> reading() const {
+        if (!norm_) return {};
+        return {scale_.get(), scale_.get() + norm_->channels, norm_->relu, nullptr};
+    }
+
+   private:
+    const BatchNorm<T>* norm_;
+    Scratch<T> scale_;
 };
 
 // How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
@@ -136,31 +234,56 @@ int64_t row_blocks(int64_t tasks, int threads) {
 }
 
 template <class T>
-void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const T* tensor, int64_t rows,
-             int64_t count, int threads) {
-    const Sweep<T> sweep(table, plan, tensor);
+void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const Source<T>& source, int64_t rows,
+             int64_t count, T* mean, T* variance, int threads) {
+    const Sweep<T> sweep(table, plan, source, threads);
     if (!sweep.tasks() || !rows) return;
+    std::vector<Spread> spreads(mean ? size_t(sweep.tasks() * rows) : 0);
     threads = worth((count + rows) * sweep.elements(), threads);
     const auto cuts = cut_rows(sum.entries, rows, row_blocks(sweep.tasks(), threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
-        sweep.run(task / blocks, [&](const T* source, const Tile& tile) {
-            mine.src = source;
+        if (mean) mine.spread = &spreads[size_t(task / blocks * rows)];
+        sweep.run(task / blocks, nullptr, [&](const T* from, const Tile& tile) {
+            mine.src = from;
             table.sum(mine, tile, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
         });
     });
+    for (int64_t row = 0; mean && row < rows; row++) {
+        double count_all = 0, middle = 0, variation = 0;
+        for (int64_t task = 0; task < sweep.tasks(); task++) {
+            const Spread& one = spreads[size_t(task * rows + row)];
+            const double n = double(one.count), gap = one.pivot + one.sum / n - middle;
+            count_all += n;
+            middle += gap * n / count_all;
+            variation += one.squares - one.sum * one.sum / n + gap * gap * n * (count_all - n) / count_all;
+        }
+        mean[row] = T(middle);
+        variance[row] = T(std::max(variation, 0.0) / count_all);
+    }
+}
+
+// out[k] += the k-th of each part's sums, in order.
+template <class Out>
+void add_parts(const std::vector<double>& sums, int64_t parts, Out* out) {
+    const size_t each = sums.size() / size_t(parts);
+    for (size_t k = 0; k < sums.size(); k++) out[k % each] += Out(sums[k]);
 }
 
 // grad[places[e]] = the sum over all positions for entry e (places null: e itself). The tasks are dealt
 // into parts, each with sums of its own, which are added in order: the result does not depend on which
-// thread did what.
+// thread did what. `totals`, or null: receives the sums of the source's channels.
 template <class T>
-void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, const T* tensor, int64_t rows,
-              const Offsets& offsets, T* grad, int threads) {
-    const Sweep<T> sweep(table, plan, tensor);
+void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, const Source<T>& source, int64_t rows,
+              const Offsets& offsets, T* grad, double* totals, int threads) {
+    const Sweep<T> sweep(table, plan, source, threads);
     const int64_t count = offsets.count;
     const int32_t* places = offsets.places;
+    if (totals && !(sweep.totals() && sweep.tasks() && rows)) {
+        add_channels(table, plan, sweep.source(), totals, threads);
+        totals = nullptr;
+    }
     if (!sweep.tasks() || !rows) {
         for (int64_t e = 0; e < count; e++) grad[places ? places[e] : e] = T(0);
         return;
@@ -172,18 +295,24 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, cons
     const auto cuts = cut_rows(dots.entries, rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * count);
+    std::vector<double> norm_sums(dots.sums ? size_t(parts * rows * 2) : 0);
+    std::vector<double> channel_sums(totals ? size_t(parts * plan.channels) : 0);
     parallel_for(parts * blocks, threads, [&](int64_t task) {
         const int64_t part = task / blocks, row0 = cuts[size_t(task % blocks)], row1 = cuts[size_t(task % blocks + 1)];
         const int64_t first = dots.entries.ptr[row0 * taps], last = dots.entries.ptr[row1 * taps];
         Dots<T> mine = dots;
         mine.grad = sums.get() + part * count;
+        if (dots.sums) mine.sums = &norm_sums[size_t(part * rows * 2)];
+        double* channels = totals && !row0 ? &channel_sums[size_t(part * plan.channels)] : nullptr;
         std::memset(mine.grad + first, 0, sizeof(T) * size_t(last - first));
         for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
-            sweep.run(t, [&](const T* source, const Tile& tile) {
-                mine.src = source;
+            sweep.run(t, channels, [&](const T* from, const Tile& tile) {
+                mine.src = from;
                 table.dots(mine, tile, row0, row1);
             });
     });
+    if (dots.sums) add_parts(norm_sums, parts, dots.sums);
+    if (totals) add_parts(channel_sums, parts, totals);
     const T* all = sums.get();
     for_each_block(count, threads, [=](int64_t first, int64_t last) {
         for (int64_t e = first; e < last; e++) {
@@ -215,11 +344,13 @@ void for_each_phase(const Geometry& g, int panel, Pass&& pass) {
 
 template <class T>
 void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* values, const T* bias,
-             const T* x, T* y, bool relu, int threads) {
+             const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads) {
     const Plan plan = forward_plan<T>(g, table.sum_tile);
     const Offsets offsets = forward_offsets(g, a, plan);
-    run_sum<T>(table, {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias, relu}, plan, x,
-               g.out_channels, offsets.count, threads);
+    const Affine<T> affine(norm);
+    run_sum<T>(table,
+               {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias, relu, nullptr},
+               plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
 template <class T>
@@ -229,8 +360,9 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr, false}, plan,
-                   dy, g.in_channels, offsets.count, threads);
+                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr, false,
+                    nullptr},
+                   plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     });
 }
 
@@ -240,20 +372,28 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
     const Plan plan = forward_plan<T>(g, table.dots_tile);
     const Offsets offsets = forward_offsets(g, a, plan);
     run_dots<T>(table,
-                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, nullptr},
-                plan, x, g.out_channels, offsets, grad, threads);
+                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, nullptr, {},
+                 nullptr, nullptr},
+                plan, {x}, g.out_channels, offsets, grad, nullptr, threads);
 }
 
 template <class T>
 void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* x,
-               const T* dy, T* dx, T* grad, int threads) {
+               const BatchNorm<T>* norm, const T* dy, const T* z, const Gradients<T>& out, int threads) {
+    const Affine<T> affine(norm);
+    std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
+    bool added = !out.bias;
     for_each_phase<T>(g, table.dots_tile, [&](const Plan& plan) {
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_dots<T>(table,
-                    {offsets.entries, weight.get(), nullptr, plan.step(), x, dx, g.in_plane() * g.batch, nullptr},
-                    plan, dy, g.in_channels, offsets, grad, threads);
+                    {offsets.entries, weight.get(), nullptr, plan.step(), x, out.dx, g.in_plane() * g.batch, nullptr,
+                     affine.reading(), norm ? norm->mean : nullptr, norm ? sums.data() : nullptr},
+                    plan, {dy, {nullptr, nullptr, false, z}}, g.in_channels, offsets, out.values,
+                    std::exchange(added, true) ? nullptr : totals.data(), threads);
     });
+    for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
+    if (norm) batch_norm_gradient(table, *norm, x, sums.data(), out.dx, out.norm_weight, out.norm_bias, threads);
 }
 
 template <class T>
@@ -270,7 +410,7 @@ void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int
     const int64_t block = 1 << 14;
     parallel_for((len + block - 1) / block, worth(len / 4, threads), [&](int64_t b) {
         const int64_t at = b * block;
-        table.rectify_gradient(dz + at, z + at, dy + at, std::min(block, len - at));
+        table.read({nullptr, nullptr, false, z + at}, 0, dz + at, 0, dy + at, 0, 1, std::min(block, len - at));
     });
 }
 
@@ -300,14 +440,14 @@ void by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int6
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                       \
-    template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*, T*,   \
-                             bool, int);                                                                            \
+    template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*,       \
+                             const BatchNorm<T>*, T*, bool, T*, T*, int);                                           \
     template void rectify_gradient<T>(const Table<T>&, const T*, const T*, T*, int64_t, int);                       \
     template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
                                      int);                                                                          \
-    template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, const T*, T*,  \
-                               T*, int);                                                                            \
+    template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
+                               const BatchNorm<T>*, const T*, const T*, const Gradients<T>&, int);                  \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "channels.h"
 #include "kernels.h"
 
 namespace rewire {
@@ -34,9 +35,11 @@ struct ByInput {
     const int32_t* order;
 };
 
+// `norm`, or null: x is the input of a batch norm whose output is what the layer reads. `mean` and
+// `variance`, or null: those of each output channel.
 template <class T>
 void forward(const Table<T>&, const Geometry&, const ByOutput&, const T* values, const T* bias,
-             const T* x, T* y, bool relu, int threads);
+             const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads);
 
 template <class T>
 void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* dy,
@@ -47,10 +50,18 @@ template <class T>
 void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, T* grad,
                      int threads);
 
-// Both gradients in one pass over dy.
+// What `gradients` computes. With a batch norm before the layer, dx is the gradient of its input, and
+// those of its weight and bias are there too. `bias` may be null.
 template <class T>
-void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x, const T* dy,
-               T* dx, T* grad, int threads);
+struct Gradients {
+    T *dx, *values, *bias;
+    T *norm_weight, *norm_bias;
+};
+
+// All gradients in one pass over dy, of which only the elements where z is positive count (z null: all).
+template <class T>
+void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x,
+               const BatchNorm<T>* norm, const T* dy, const T* z, const Gradients<T>&, int threads);
 
 // sums[r] = sum of the r-th row
 template <class T>

@@ -73,14 +73,6 @@ void normalize(const Norm<T>& p, const T* x, const T* residual, T* z) {
         residual ? normalize_as<T, false, true>(p, x, residual, z) : normalize_as<T, false, false>(p, x, residual, z);
 }
 
-template <class T>
-void rectify_gradient(const T* dz, const T* z, T* dy, int64_t len) {
-    for_each_vector<T>(len, [&](int64_t i, int n) {
-        const Vec<T> g = get(dz + i, n);
-        put(dy + i, get(z + i, n) <= Vec<T>{} ? Vec<T>{} : g, n);
-    });
-}
-
 // The gradient that passes the rectifier: by the output if it was kept, else by computing it again.
 template <class T>
 REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T* dz, int64_t i, int n) {

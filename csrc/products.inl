@@ -94,6 +94,36 @@ REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* 
     *dst = p.relu && acc[0] < 0 ? T(0) : acc[0];
 }
 
+// Adds what a row has just written, while it is in the nearest cache.
+template <class T>
+void spread(const T* x, int64_t step, int32_t count, int32_t len, Spread& to) {
+    constexpr int lanes = kLanes<T>;
+    if (!to.count) {
+        for (int32_t i = 0; i < len; i++) to.pivot += double(x[i]);
+        to.pivot = double(T(to.pivot / len));
+    }
+    const T middle = T(to.pivot);
+    Vec<T> sum[2] = {}, squares[2] = {};
+    T rest_sum = 0, rest_squares = 0;
+    for (int32_t k = 0; k < count; k++, x += step) {
+        int32_t i = 0;
+        for (; i + 2 * lanes <= len; i += 2 * lanes)
+            for (int q = 0; q < 2; q++) {
+                const Vec<T> d = load<T>(x + i + q * lanes) - middle;
+                sum[q] += d;
+                squares[q] += d * d;
+            }
+        for (; i < len; i++) {
+            const T d = x[i] - middle;
+            rest_sum += d;
+            rest_squares += d * d;
+        }
+    }
+    to.sum += double(sum_lanes<T>(sum[0] + sum[1])) + double(rest_sum);
+    to.squares += double(sum_lanes<T>(squares[0] + squares[1])) + double(rest_squares);
+    to.count += int64_t(count) * len;
+}
+
 // Rows outside, positions inside: what a row reads and writes then moves through memory in order.
 template <class T>
 void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
@@ -122,6 +152,7 @@ void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
                 sum_tile<T, 1, 1, false>(p, runs, ptr, src + at, dst + at, 0, start, 0);
             if (at < tile.len) sum_tile<T, 1, 1, true>(p, runs, ptr, src + at, dst + at, 0, start, tile.len - at);
         }
+        if (p.spread) spread(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, p.spread[row]);
     }
 }
 
@@ -140,9 +171,17 @@ REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V
     return dot;
 }
 
-template <class T, int V, bool kPart, bool kDst>
+// What a row that is read as the output of a batch norm needs, and the sums of its gradient.
+template <class T>
+struct NormRow {
+    T scale = 0, shift = 0, mean = 0;
+    bool relu = false;
+    Vec<T> sum = {}, sum_x = {};
+};
+
+template <class T, int V, bool kPart, bool kDst, bool kNorm>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t here,
-                             int rest) {
+                             int rest, NormRow<T>& norm) {
     using L = Lane<T, V, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
@@ -151,6 +190,10 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
     Vec<T> factor[V], acc[V];
     for (int i = 0; i < V; i++) {
         factor[i] = L::get(p.factor + here, i, rest);
+        if constexpr (kNorm) {
+            factor[i] = factor[i] * norm.scale + norm.shift;
+            if (norm.relu) factor[i] = rectify<T>(factor[i]);
+        }
         acc[i] = Vec<T>{};
     }
     for (int32_t r = 0; r < runs.count; r++) {
@@ -176,11 +219,17 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
         }
     }
+    if constexpr (kNorm)
+        for (int i = 0; i < V; i++) {
+            if (norm.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
+            norm.sum += acc[i];
+            norm.sum_x += acc[i] * (L::get(p.factor + here, i, rest) - norm.mean);
+        }
     if constexpr (kDst)
         for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
 }
 
-template <class T, bool kDst>
+template <class T, bool kDst, bool kNorm>
 void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
     const Runs runs(p.entries, tile);
@@ -189,20 +238,33 @@ void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
         const int32_t* ptr = p.entries.ptr + row * taps;
         const T* src = p.src + tile.src;
         int64_t here = row * p.row + tile.dst;
+        NormRow<T> norm;
+        if constexpr (kNorm) {
+            norm.scale = p.reading.scale[row];
+            norm.shift = p.reading.shift[row];
+            norm.mean = p.mean[row];
+            norm.relu = p.reading.relu;
+        }
         for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
             int at = 0;
             for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                dots_tile<T, 4, false, kDst>(p, runs, ptr, src + at, here + at, 0);
+                dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, norm);
             for (; tile.len - at >= lanes; at += lanes)
-                dots_tile<T, 1, false, kDst>(p, runs, ptr, src + at, here + at, 0);
-            if (at < tile.len) dots_tile<T, 1, true, kDst>(p, runs, ptr, src + at, here + at, tile.len - at);
+                dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, norm);
+            if (at < tile.len)
+                dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, norm);
+        }
+        if constexpr (kNorm) {
+            p.sums[2 * row] += double(sum_lanes<T>(norm.sum));
+            p.sums[2 * row + 1] += double(sum_lanes<T>(norm.sum_x));
         }
     }
 }
 
 template <class T>
 void dots(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
-    p.dst ? dots_rows<T, true>(p, tile, row0, row1) : dots_rows<T, false>(p, tile, row0, row1);
+    if (p.reading.scale) return dots_rows<T, true, true>(p, tile, row0, row1);
+    p.dst ? dots_rows<T, true, false>(p, tile, row0, row1) : dots_rows<T, false, false>(p, tile, row0, row1);
 }
 
 }  // namespace rewire::REWIRE_ISA

@@ -74,13 +74,16 @@ def batch_norm(
     variance: Tensor,
     *,
     training: bool,
-    **options: Any,
+    eps: float,
+    relu: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     """The two kernels of a batch norm, one after the other."""
     if training:
         for statistic, computed in zip((mean, variance), channels.moments(x), strict=True):
             statistic.copy_(computed)
-    return channels.batch_norm(x, weight, bias, mean, variance, training=training, **options)
+    norm = channels.Norm(weight, bias, mean, variance, training, eps, relu)
+    return channels.batch_norm(x, norm, residual)
 
 
 def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = None) -> None:

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
+from rewire.nn import fusion
 from rewire.nn.fusion import settled
 from rewire.nn.linear import _from_csr
 from rewire.nn.sparse import SparseLayer, keep_mask
+from rewire.ops.channels import Norm
 from rewire.ops.reference import Convolution
-from rewire.ops.topology import Topology
 
 
 def _pair(value: Any, name: str, least: int) -> tuple[int, int]:
@@ -104,8 +105,9 @@ class SparseConv2d(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
-        x = settled(x)
         with torch._C.DisableTorchFunction():
+            reads, norm = self._source(x)
+            x = reads[0]
             if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
                 raise ValueError(
                     f"expected an input of (N, {self.in_channels}, H, W), got {tuple(x.shape)}"
@@ -114,15 +116,29 @@ class SparseConv2d(SparseLayer):
             if self._pad_first is not None:
                 mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
                 image = F.pad(image, self._pad_first, mode=mode)
+            layer = (self.values, self.bias, self.topology, self._sizes)
             size = self._sizes.output_size(image.shape[2], image.shape[3])
-            if x.dim() == 4 and min(size) > 0:
-                return self._promise(image, (image.shape[0], self.out_channels, *size), self._conv)
-            return self._conv(image, self.values, self.bias, self.topology, False).squeeze(0)
+            shape = (image.shape[0], self.out_channels, *size)
+            if x.dim() == 3:
+                return ops.conv2d(image, *layer).squeeze(0)
+            if min(size) < 1 or not fusion.worthwhile(shape, image, self.values):
+                return ops.conv2d(image, *layer, norm=norm)
+            return fusion.promise(
+                shape,
+                (image, *reads[1:], *self._parameters_used()),
+                lambda relu: ops.conv2d(image, *layer, relu, norm=norm),
+                measure=lambda moments: ops.conv2d(image, *layer, moments=moments, norm=norm),
+            )
 
-    def _conv(
-        self, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
-    ) -> Tensor:
-        return ops.conv2d(x, values, bias, topology, self._sizes, relu=relu)
+    def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
+        """The tensors that the input is made from, the first of them what the kernels read, and the
+        batch norm that they do on the way."""
+        behind = fusion.normalized(x) if self._pad_first is None else None
+        if behind is not None:
+            source = behind[0][0]
+            if source.dim() == 4 and source.dtype == self.values.dtype:
+                return behind
+        return (settled(x),), None
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]

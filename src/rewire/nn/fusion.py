@@ -4,7 +4,8 @@ While a converted model runs, the torch functions it calls on batch-last tensors
 padding) go to kernels for that memory; every other function sees ordinary tensors and does what it
 always does. A batch norm answers with a :class:`Pending` result, a promise that is computed when it is
 first used: if that use adds a tensor or rectifies, it happens in the same pass over memory. Sparse
-layers do so too, for the rectifier alone.
+layers do so too: they rectify, or measure what a batch norm wants to know. A sparse convolution
+that is given the promise of a batch norm does the normalisation itself, where it reads.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rewire.ops import channels, layout
+from rewire.ops.channels import Norm
 
+Moments = tuple[Tensor, Tensor]  # mean and variance by channel
 Compute = Callable[[bool], Tensor]  # rectify -> result
 _WORTHWHILE = 1 << 15  # elements of an output
 
@@ -41,8 +44,11 @@ class _State:
         compute: Compute,
         add: Callable[[Tensor], Compute] | None,
         activated: Callable[[], Tensor] | None,
+        measure: Callable[[Moments], Tensor] | None,
+        norm: Norm | None,
     ) -> None:
         self.reads, self.compute, self.add, self.activated = reads, compute, add, activated
+        self.measure, self.norm = measure, norm
         self.versions = [_version(tensor) for tensor in reads]
         self.grad_mode = torch.is_grad_enabled()
         self.result: Tensor | None = None
@@ -60,6 +66,11 @@ class _State:
         finally:
             if hooks is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def undisturbed(self) -> bool:
+        """Whether autograd records now, as it did at the time of the promise. Where it does not, this
+        may be a checkpointed block, whose output must be an ordinary tensor."""
+        return self.grad_mode and torch.is_grad_enabled() and not _hooked()
 
     def check(self) -> None:
         if self.versions != [_version(tensor) for tensor in self.reads]:
@@ -104,10 +115,34 @@ class Pending(torch.Tensor):
         """The result as an ordinary tensor."""
         return self._state.settle()
 
+    def measured(self) -> tuple[Tensor, Moments | None]:
+        """The result, and its moments if they could be had on the way."""
+        state = self._state
+        if state.result is not None or state.measure is None:
+            return self.settle(), None
+        measure = state.measure
+        channels = self.shape[1]
+        moments = (torch.empty(channels, dtype=self.dtype), torch.empty(channels, dtype=self.dtype))
+        state.result = state.run(lambda: measure(moments))
+        return state.result, moments
+
     def _rectify(self, in_place: bool) -> Tensor:
         state = self._state
         if state.result is not None:
             return F.relu(state.result, inplace=in_place)
+        if state.norm is not None and not state.norm.relu and state.undisturbed():
+            with torch._C.DisableTorchFunction():
+                state.check()
+                rectified = promise(
+                    *(tuple(self.shape), state.reads, lambda _: state.compute(True)),
+                    norm=state.norm._replace(relu=True),
+                )
+            if not in_place:
+                return rectified
+            if isinstance(rectified, Pending):
+                state.replaced = True
+                self._state = rectified._state
+                return rectified
         result = state.run(lambda: state.compute(True))
         if in_place:
             state.result = result
@@ -169,6 +204,8 @@ def promise(
     compute: Compute,
     add: Callable[[Tensor], Compute] | None = None,
     activated: Callable[[], Tensor] | None = None,
+    measure: Callable[[Moments], Tensor] | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     """The promise of a tensor, or the tensor itself where a promise would be noticed.
 
@@ -179,6 +216,8 @@ def promise(
         add: gives ``compute`` for the sum with another tensor, if that can be taken in.
         activated: gives the result in memory that pointwise functions may keep, where the plain
             result is row-major; else it is batch-last.
+        measure: gives the plain result and writes its moments.
+        norm: the batch norm that this is the output of, ``reads[0]`` being its input.
     """
     x, grad = reads[0], torch.is_grad_enabled()
     if _hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
@@ -191,7 +230,7 @@ def promise(
         )
         return pending
 
-    state = _State(reads, compute, add, activated)
+    state = _State(reads, compute, add, activated, measure, norm)
     linked = grad and any(tensor.requires_grad for tensor in reads)
     pending = _Link.apply(make, state, *reads) if linked else make()  # type: ignore[no-untyped-call]
     pending._state = state
@@ -237,6 +276,17 @@ def settled(x: Any) -> Any:
     return x.settle() if isinstance(x, Pending) else x
 
 
+def normalized(x: Any) -> tuple[tuple[Tensor, ...], Norm] | None:
+    """What is behind the promise of a batch norm: the tensors that it reads, its input first."""
+    if not isinstance(x, Pending):
+        return None
+    state = x._state
+    if state.result is not None or state.norm is None or not state.undisturbed():
+        return None
+    state.check()
+    return state.reads, state.norm
+
+
 # Torch functions on batch-last tensors ------------------------------------------------------------
 
 
@@ -251,13 +301,16 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
+    moments = None
+    if isinstance(input, Pending):
+        input, moments = input.measured() if training else (input.settle(), None)
     if input.dim() < 2 or not channels.can_batch_norm(input, weight, bias, *statistics):
         return None
     size = input.numel() // input.shape[1]
     if training:
         if size == 1:
             return None  # torch says what is wrong
-        mean, variance = channels.moments(input)
+        mean, variance = moments or channels.moments(input)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean, momentum)
@@ -268,18 +321,14 @@ def _batch_norm(
     else:
         mean, variance = running_mean, running_var
 
+    norm = Norm(weight, bias, mean, variance, training, eps)
+
     def plus(residual: Tensor | None) -> Compute:
-        return lambda rectify: channels.batch_norm(
-            *(input, weight, bias, mean, variance),
-            training=training,
-            eps=eps,
-            relu=rectify,
-            residual=residual,
-        )
+        return lambda rectify: channels.batch_norm(input, norm._replace(relu=rectify), residual)
 
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
-    return promise(tuple(input.shape), present, plus(None), plus)
+    return promise(tuple(input.shape), present, plus(None), plus, norm=norm)
 
 
 def _max_pool2d(
@@ -346,6 +395,15 @@ def _writes(func: Any) -> bool:
     return bool(name.endswith("_"))
 
 
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # no memory of its own
+            return True
+
+
 class _Fusion(TorchFunctionMode):
     """Active while a converted model runs."""
 
@@ -359,8 +417,8 @@ class _Fusion(TorchFunctionMode):
         if special is not None and _hooked():
             special = None
         if special is not None and args and isinstance(args[0], Tensor):
-            x = settled(args[0])
-            if type(x) is Tensor:
+            x = args[0] if func is F.batch_norm else settled(args[0])
+            if type(x) in (Tensor, Pending):
                 result = special(
                     x, *pytree.tree_map_only(Pending, Pending.settle, args[1:]), **kwargs
                 )
@@ -369,15 +427,22 @@ class _Fusion(TorchFunctionMode):
         elif "out" in kwargs or (
             (_writes(func) or kwargs.get("inplace")) and not (args and isinstance(args[0], Pending))
         ):
-            self.settle()  # what is pending must not see the change
+            # What is pending must not see the change.
+            whole = "out" in kwargs or not args or not isinstance(args[0], Tensor)
+            self.settle(None if whole else args[0])
         return func(*args, **kwargs)
 
-    def settle(self) -> None:
-        """Compute all that is still pending."""
+    def settle(self, changing: Tensor | None = None) -> None:
+        """Compute all that is still pending, or what reads the memory of one tensor."""
         pending, self.pending = self.pending, []
         for reference in pending:
-            if (it := reference()) is not None:
+            it = reference()
+            if it is None or it._state.result is not None:
+                continue
+            if changing is None or any(_overlap(changing, read) for read in it._state.reads):
                 it.settle()
+            else:
+                self.pending.append(reference)
 
 
 class _Local(threading.local):

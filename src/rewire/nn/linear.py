@@ -9,7 +9,6 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.nn import fusion
 from rewire.nn.sparse import SparseLayer, keep_mask
-from rewire.ops.topology import Topology
 
 
 class SparseLinear(SparseLayer):
@@ -58,8 +57,19 @@ class SparseLinear(SparseLayer):
                     f"got shape {tuple(x.shape)}"
                 )
             if x.dim() == 2:
-                return self._promise(x, (x.shape[0], self.out_features), _linear)
+                return self._samples(x)
             return self._sequences(x)
+
+    def _samples(self, x: Tensor) -> Tensor:
+        """One leading dimension: the output, or its promise while a converted model runs."""
+        layer, shape = (self.values, self.bias, self.topology), (x.shape[0], self.out_features)
+        if not fusion.worthwhile(shape, x, self.values):
+            return ops.linear(x, *layer)
+        return fusion.promise(
+            shape,
+            (x, *self._parameters_used()),
+            lambda rectify: ops.linear(x, *layer, relu=rectify),
+        )
 
     def _sequences(self, x: Tensor) -> Tensor:
         """Any number of leading dimensions. What surrounds such a layer (normalisation, attention)
@@ -78,7 +88,7 @@ class SparseLinear(SparseLayer):
             return row_major()
         return fusion.promise(
             shape,
-            (x, values) if bias is None else (x, values, bias),
+            (x, *self._parameters_used()),
             lambda rectify: batch_last(relu=True) if rectify else row_major(),
             activated=batch_last,
         )
@@ -150,12 +160,6 @@ class SparseLinear(SparseLayer):
         """The layer of a sparse CSR weight, out x in."""
         connections, values = _from_csr(weight)
         return cls._with_values(connections, values, bias)
-
-
-def _linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
-) -> Tensor:
-    return ops.linear(x, values, bias, topology, relu=relu)
 
 
 def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rewire.connections import Connections
-from rewire.nn import fusion
 from rewire.ops import topology
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
-# (input, values, bias, connections, rectify) -> output
-Product = Callable[[Tensor, Tensor, Tensor | None, Topology, bool], Tensor]
 
 
 class SparseLayer(nn.Module):
@@ -158,15 +154,8 @@ class SparseLayer(nn.Module):
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
 
-    def _promise(self, x: Tensor, shape: tuple[int, ...], product: Product) -> Tensor:
-        """The layer's output, or its promise while a converted model runs."""
-        values, bias, topology = self.values, self.bias, self.topology
-        if not fusion.worthwhile(shape, x, values):
-            return product(x, values, bias, topology, False)
-        reads = (x, values) if bias is None else (x, values, bias)
-        return fusion.promise(
-            shape, reads, lambda rectify: product(x, values, bias, topology, rectify)
-        )
+    def _parameters_used(self) -> tuple[Tensor, ...]:
+        return (self.values,) if self.bias is None else (self.values, self.bias)
 
     def extra_repr(self) -> str:
         """Connections and density, after what the layer itself says."""

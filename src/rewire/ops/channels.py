@@ -8,7 +8,7 @@ None then.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,28 @@ def _kernels(x: Tensor) -> Any | None:
     return native.kernels(x)
 
 
+class Norm(NamedTuple):
+    """A batch norm. ``training`` says that mean and variance are the batch's own (from
+    :func:`moments`), so that gradients flow through them; ``relu`` that a rectifier follows."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    mean: Tensor
+    variance: Tensor
+    training: bool
+    eps: float
+    relu: bool = False
+
+    def kernel(self, kernels: Any, x: Tensor) -> Any:
+        """What the kernels take, for an input ``x``."""
+        channels = x.shape[1]
+        return kernels.BatchNorm(
+            *(channels, x.numel() // channels, self.training, self.relu, self.eps),
+            *(native.address(self.weight), native.address(self.bias)),
+            *(self.mean.data_ptr(), self.variance.data_ptr()),
+        )
+
+
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -36,14 +58,12 @@ class _BatchNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         residual: Tensor | None,
-        mean: Tensor,
-        variance: Tensor,
-        options: tuple[bool, bool, float],  # training, relu, eps
+        norm: Norm,
     ) -> Tensor:
-        z = _batch_norm(x, weight, bias, residual, mean, variance, options)
-        kept = z if residual is not None and options[1] else None
-        ctx.save_for_backward(x, weight, bias, mean, variance, kept)
-        ctx.options = options
+        z = _batch_norm(x, residual, norm)
+        kept = z if residual is not None and norm.relu else None
+        ctx.save_for_backward(x, weight, bias, norm.mean, norm.variance, kept)
+        ctx.options = norm[4:]
         return z
 
     @staticmethod
@@ -51,21 +71,18 @@ class _BatchNorm(torch.autograd.Function):
     def backward(ctx: Any, dz: Tensor) -> Any:
         x, weight, bias, mean, variance, z = ctx.saved_tensors
         kernels = native.module().f32 if x.dtype == torch.float32 else native.module().f64
-        training, relu, eps = ctx.options
+        norm = Norm(weight, bias, mean, variance, *ctx.options)
         dz = layout.to_batch_last(dz)
         shape = tuple(x.shape)
         dx = native.empty(kernels, shape, layout.strides(shape), x)
         # Without a rectifier the residual's gradient is dz itself.
         dresidual = dz if ctx.needs_input_grad[3] else None
-        if dresidual is not None and relu:
+        if dresidual is not None and norm.relu:
             dresidual = native.empty(kernels, shape, layout.strides(shape), x)
         dweight, dbias = (torch.empty_like(mean) for _ in range(2))
-        channels = shape[1]
         kernels.batch_norm_gradient(
-            *(channels, x.numel() // channels, training, relu, eps),
-            *(native.address(weight), native.address(bias)),
-            *(mean.data_ptr(), variance.data_ptr(), x.data_ptr(), native.address(z)),
-            *(dz.data_ptr(), dx.data_ptr(), native.address(dresidual) if relu else 0),
+            *(norm.kernel(kernels, x), x.data_ptr(), native.address(z)),
+            *(dz.data_ptr(), dx.data_ptr(), native.address(dresidual) if norm.relu else 0),
             *(dweight.data_ptr(), dbias.data_ptr(), native.threads()),
         )
         return (
@@ -73,27 +90,18 @@ class _BatchNorm(torch.autograd.Function):
             dweight if weight is not None else None,
             dbias if bias is not None else None,
             dresidual,
-            *(None, None, None),
+            None,
         )
 
 
-def _batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    options: tuple[bool, bool, float],
-) -> Tensor:
+def _batch_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
     kernels = native.kernels(x)
     assert kernels is not None
     shape = tuple(x.shape)
     z = native.empty(kernels, shape, layout.strides(shape), x)
     kernels.batch_norm(
-        *(shape[1], x.numel() // shape[1], *options),
-        *(native.address(weight), native.address(bias), mean.data_ptr(), variance.data_ptr()),
-        *(x.data_ptr(), native.address(residual), z.data_ptr(), native.threads()),
+        *(norm.kernel(kernels, x), x.data_ptr(), native.address(residual), z.data_ptr()),
+        native.threads(),
     )
     return z
 
@@ -118,35 +126,18 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def batch_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor,
-    variance: Tensor,
-    *,
-    training: bool,
-    eps: float,
-    relu: bool = False,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted.
-
-    ``training`` says that mean and variance are the batch's own (from :func:`moments`), so that
-    gradients flow through them.
-    """
+def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
+    """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted."""
     if residual is not None:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             raise ValueError("the residual must have the shape and type of the input")
         residual = (
             _apply(_Settle, residual) if residual.requires_grad else layout.to_batch_last(residual)
         )
-    options = (training, relu, eps)
-    tensors = (x, weight, bias, residual)
+    tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        z: Tensor = _apply(_BatchNorm, x, weight, bias, residual, mean, variance, options)
-        return z
-    return _batch_norm(x, weight, bias, residual, mean, variance, options)
+        return _apply(_BatchNorm, *tensors, norm)
+    return _batch_norm(x, residual, norm)
 
 
 class _Settle(torch.autograd.Function):

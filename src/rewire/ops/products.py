@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx
 
-from rewire.ops import layout, native, reference
+from rewire.ops import channels, layout, native, reference
+from rewire.ops.channels import Norm
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
@@ -94,8 +95,11 @@ def _forward(
     bias: Tensor | None,
     topology: Topology,
     relu: bool = False,
+    norm: Norm | None = None,
+    moments: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """``x`` is batch-last where there are kernels for it, and so is the result."""
+    """``x`` is batch-last where there are kernels for it, and so is the result. ``norm`` is done to
+    ``x`` on the way in; ``moments`` receives the result's mean and variance by channel."""
     n_out = topology.indptr.numel() - 1
     kernels = native.kernels(x)
     if kernels is None:
@@ -104,17 +108,29 @@ def _forward(
             conv, _image(x), values, bias, outputs, topology.indices.long(), n_out
         )
         y = layout.to_batch_last(y if x.dim() == 4 else y.flatten(1))
-        return y.relu_() if relu else y
+        return _measured(y.relu_() if relu else y, moments)
     values = values.contiguous()
     bias = None if bias is None else bias.contiguous()
     geometry, shape = _geometry(conv, tuple(x.shape), n_out)
     y = native.empty(kernels, shape, layout.strides(shape), x)
     if y.numel():
+        mean, variance = (0, 0) if moments is None else (t.data_ptr() for t in moments)
         kernels.forward(
             *(geometry, topology.indptr.data_ptr(), topology.indices.data_ptr()),
-            *(values.data_ptr(), native.address(bias), x.data_ptr(), y.data_ptr()),
-            *(relu, native.threads()),
+            *(values.data_ptr(), native.address(bias), x.data_ptr()),
+            *(None if norm is None else norm.kernel(kernels, x), y.data_ptr()),
+            *(relu, mean, variance, native.threads()),
         )
+    return y
+
+
+def _measured(y: Tensor, moments: tuple[Tensor, Tensor] | None) -> Tensor:
+    """``y``, whose mean and variance by channel have been written to ``moments``."""
+    if moments is not None:
+        with torch.no_grad():
+            variance, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+            moments[0].copy_(mean)
+            moments[1].copy_(variance)
     return y
 
 
@@ -125,8 +141,12 @@ def _backward(
     values: Tensor,
     topology: Topology,
     needs: tuple[bool, ...],
+    z: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of input, values and bias, an empty tensor for each that is not needed."""
+    """Gradients of input, values and bias, an empty tensor for each that is not needed. ``z`` is the
+    output of a rectifier, which ``dy`` has yet to pass."""
+    if z is not None and not (needs[0] and needs[1] and native.kernels(x)):
+        dy, z = _rectify_gradient(dy, z), None
     kernels = native.kernels(x)
     dx, dw, db = (values.new_empty(0) for _ in range(3))
     if kernels is None:
@@ -153,16 +173,25 @@ def _backward(
         dw = torch.empty_like(values)
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), dy.new_zeros(topology.indptr.numel() - 1 if needs[2] else 0)
-    source = (values.data_ptr(), x.data_ptr(), dy.data_ptr())
-    if needs[0] and needs[1]:
-        kernels.gradients(geometry, *slots, *source, dx.data_ptr(), dw.data_ptr(), threads)
-    elif needs[0]:
-        kernels.input_gradient(geometry, *slots, source[0], source[2], dx.data_ptr(), threads)
-    elif needs[1]:
-        kernels.weight_gradient(geometry, *rows, *source[1:], dw.data_ptr(), threads)
+    n_out = dy.shape[1]
     if needs[2]:
-        n_out = dy.shape[1]
         db = torch.empty(n_out, dtype=dy.dtype)
+    if needs[0] and needs[1]:
+        kernels.gradients(
+            *(geometry, *slots, values.data_ptr(), x.data_ptr(), None, dy.data_ptr()),
+            *(native.address(z), dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
+            *(0, 0, threads),
+        )
+        return dx, dw, db
+    if needs[0]:
+        kernels.input_gradient(
+            geometry, *slots, values.data_ptr(), dy.data_ptr(), dx.data_ptr(), threads
+        )
+    if needs[1]:
+        kernels.weight_gradient(
+            geometry, *rows, x.data_ptr(), dy.data_ptr(), dw.data_ptr(), threads
+        )
+    if needs[2]:
         kernels.row_sums(dy.data_ptr(), n_out, dy.numel() // n_out, db.data_ptr(), threads)
     return dx, dw, db
 
@@ -405,9 +434,10 @@ class _Product(torch.autograd.Function):
         conv: Convolution,
         row_major: bool,
         relu: bool,
+        moments: tuple[Tensor, Tensor] | None,
     ) -> Tensor:
         given, x = x, layout.to_batch_last(x)
-        y = _forward(conv, x, values, bias, topology, relu)
+        y = _forward(conv, x, values, bias, topology, relu, None, moments)
         ctx.save_for_backward(x, values, *topology, y if relu else None)  # type: ignore[arg-type]
         # The gradient of a row-major input goes back to where rows are wanted.
         ctx.conv, ctx.rows = conv, x is not given and x.dim() == 2  # type: ignore[attr-defined]
@@ -418,16 +448,64 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, values, *topology, z = ctx.saved_tensors
         needs = ctx.needs_input_grad[:3]
-        if z is not None:
-            dy = _rectify_gradient(dy, z)
-        dx, dw, db = _backward(ctx.conv, dy, x, values, Topology(*topology), needs)
+        dx, dw, db = _backward(ctx.conv, dy, x, values, Topology(*topology), needs, z)
         if needs[0] and ctx.rows:
             dx = layout.to_row_major(dx)
         return (
             dx if needs[0] else None,
             dw if needs[1] else None,
             db if needs[2] else None,
-            *(None, None, None, None),
+            *(None, None, None, None, None),
+        )
+
+
+class _NormProduct(torch.autograd.Function):
+    """A batch norm and the convolution that reads it, whose output exists only where it is read."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        norm: Norm,
+        topology: Topology,
+        conv: Convolution,
+        relu: bool,
+        moments: tuple[Tensor, Tensor] | None,
+    ) -> Tensor:
+        y = _forward(conv, x, values, bias, topology, relu, norm, moments)
+        ctx.save_for_backward(x, values, *norm[:4], *topology, y if relu else None)
+        ctx.conv, ctx.options = conv, norm[4:]
+        return y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, values, weight, shift, mean, variance, *tensors, z = ctx.saved_tensors
+        topology = Topology(*tensors)
+        norm = Norm(weight, shift, mean, variance, *ctx.options)
+        kernels = native.kernels(x)
+        assert kernels is not None
+        geometry, _ = _geometry(ctx.conv, tuple(x.shape), topology.indptr.numel() - 1)
+        dy = layout.to_batch_last(dy)
+        dx = native.empty(kernels, tuple(x.shape), layout.strides(tuple(x.shape)), x)
+        values, dw = values.contiguous(), torch.empty_like(values)
+        dweight, dshift = torch.empty_like(mean), torch.empty_like(mean)
+        db = dy.new_empty(dy.shape[1]) if ctx.needs_input_grad[2] else None
+        kernels.gradients(
+            *(geometry, topology.slots.data_ptr(), topology.outputs.data_ptr()),
+            *(topology.order.data_ptr(), values.data_ptr(), x.data_ptr()),
+            *(norm.kernel(kernels, x), dy.data_ptr(), native.address(z), dx.data_ptr()),
+            *(dw.data_ptr(), native.address(db), dweight.data_ptr(), dshift.data_ptr()),
+            native.threads(),
+        )
+        wanted = ctx.needs_input_grad
+        return (
+            *(dx, dw, db, dweight if wanted[3] else None, dshift if wanted[4] else None),
+            *(None, None, None, None, None),
         )
 
 
@@ -439,15 +517,22 @@ def _product(
     conv: Convolution,
     row_major: bool,
     relu: bool,
+    moments: tuple[Tensor, Tensor] | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
     _refuse_tangents()
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     if wanted and torch.is_grad_enabled():
+        if norm is not None:
+            fused: Tensor = _NormProduct.apply(  # type: ignore[no-untyped-call]
+                x, values, bias, norm.weight, norm.bias, norm, topology, conv, relu, moments
+            )
+            return fused
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, values, bias, topology, conv, row_major, relu
+            x, values, bias, topology, conv, row_major, relu, moments
         )
         return result
-    y = _forward(conv, layout.to_batch_last(x), values, bias, topology, relu)
+    y = _forward(conv, layout.to_batch_last(x), values, bias, topology, relu, norm, moments)
     return layout.to_row_major(y) if row_major else y
 
 
@@ -513,18 +598,34 @@ def conv2d(
     topology: Topology,
     conv: Convolution,
     relu: bool = False,
+    moments: tuple[Tensor, Tensor] | None = None,
+    norm: Norm | None = None,
 ) -> Tensor:
-    """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``,
-    rectified in the same pass over memory if ``relu``."""
+    """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``.
+
+    In the same pass over memory ``norm`` is done to an ``x`` that ``channels.can_batch_norm`` has
+    accepted, the result is rectified if ``relu``, and its mean and variance by channel are written to
+    ``moments``.
+    """
     _check_dims(x, 4, "conv2d")
+    if norm is not None and not _takes_norm(x, values):
+        x, norm = channels.batch_norm(x, norm), None
     if not _plain(x):
         sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
-        return y.relu() if relu else y
+        return _measured(y.relu() if relu else y, moments)
     x = _autocast(x, values)
     _check(conv, x, values, bias, topology)
     _check_image(conv, x)
-    return _product(x, values, bias, topology, conv, False, relu)
+    return _product(x, values, bias, topology, conv, False, relu, moments, norm)
+
+
+def _takes_norm(x: Tensor, values: Tensor) -> bool:
+    """Whether a batch norm can be done where a convolution reads: its gradients come with those of
+    the convolution, or not at all."""
+    if not _plain(x) or x.dtype != values.dtype:
+        return False
+    return not torch.is_grad_enabled() or (x.requires_grad and values.requires_grad)
 
 
 def gradient_at(
