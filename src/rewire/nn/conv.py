@@ -122,7 +122,7 @@ class SparseConv2d(SparseLayer):
     def _conv(
         self, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
     ) -> Tensor:
-        return ops.conv2d(x, values, bias, topology, self._sizes, relu=relu)
+        return ops.conv2d(x, values, bias, topology, self._sizes, relu=relu, probe=self.probe)
 
     def extra_repr(self) -> str:
         parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]

@@ -58,7 +58,7 @@ class SparseLinear(SparseLayer):
                     f"got shape {tuple(x.shape)}"
                 )
             if x.dim() == 2:
-                return self._promise(x, (x.shape[0], self.out_features), _linear)
+                return self._promise(x, (x.shape[0], self.out_features), self._linear)
             return self._sequences(x)
 
     def _sequences(self, x: Tensor) -> Tensor:
@@ -69,10 +69,12 @@ class SparseLinear(SparseLayer):
         values, bias, topology = self.values, self.bias, self.topology
 
         def row_major() -> Tensor:
-            return ops.linear(rows, values, bias, topology, row_major=True).view(shape)
+            return ops.linear(rows, values, bias, topology, row_major=True, probe=self.probe).view(
+                shape
+            )
 
         def batch_last(relu: bool = False) -> Tensor:
-            return ops.linear(rows, values, bias, topology, relu=relu).view(shape)
+            return self._linear(rows, values, bias, topology, relu).view(shape)
 
         if not fusion.worthwhile(shape, x, values):
             return row_major()
@@ -82,6 +84,11 @@ class SparseLinear(SparseLayer):
             lambda rectify: batch_last(relu=True) if rectify else row_major(),
             activated=batch_last,
         )
+
+    def _linear(
+        self, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
+    ) -> Tensor:
+        return ops.linear(x, values, bias, topology, relu=relu, probe=self.probe)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -150,12 +157,6 @@ class SparseLinear(SparseLayer):
         """The layer of a sparse CSR weight, out x in."""
         connections, values = _from_csr(weight)
         return cls._with_values(connections, values, bias)
-
-
-def _linear(
-    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, relu: bool
-) -> Tensor:
-    return ops.linear(x, values, bias, topology, relu=relu)
 
 
 def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:

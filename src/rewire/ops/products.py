@@ -8,6 +8,7 @@ layer computes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -21,6 +22,8 @@ from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
 LINEAR = Convolution()
+# Called in the backward pass of a layer with its sizes, input and output gradient.
+Probe = Callable[[Convolution, Tensor, Tensor], None]
 _TOPOLOGY = "Tensor indptr, Tensor indices, Tensor slots, Tensor outputs, Tensor order"
 _CONV = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 _library = torch.library.Library("rewire", "FRAGMENT")
@@ -405,12 +408,14 @@ class _Product(torch.autograd.Function):
         conv: Convolution,
         row_major: bool,
         relu: bool,
+        probe: Probe | None,
     ) -> Tensor:
         given, x = x, layout.to_batch_last(x)
         y = _forward(conv, x, values, bias, topology, relu)
         ctx.save_for_backward(x, values, *topology, y if relu else None)  # type: ignore[arg-type]
         # The gradient of a row-major input goes back to where rows are wanted.
         ctx.conv, ctx.rows = conv, x is not given and x.dim() == 2  # type: ignore[attr-defined]
+        ctx.probe = probe  # type: ignore[attr-defined]
         return layout.to_row_major(y) if row_major else y
 
     @staticmethod
@@ -420,6 +425,8 @@ class _Product(torch.autograd.Function):
         needs = ctx.needs_input_grad[:3]
         if z is not None:
             dy = _rectify_gradient(dy, z)
+        if ctx.probe is not None:
+            ctx.probe(ctx.conv, x, dy)
         dx, dw, db = _backward(ctx.conv, dy, x, values, Topology(*topology), needs)
         if needs[0] and ctx.rows:
             dx = layout.to_row_major(dx)
@@ -427,7 +434,7 @@ class _Product(torch.autograd.Function):
             dx if needs[0] else None,
             dw if needs[1] else None,
             db if needs[2] else None,
-            *(None, None, None, None),
+            *(None, None, None, None, None),
         )
 
 
@@ -439,12 +446,13 @@ def _product(
     conv: Convolution,
     row_major: bool,
     relu: bool,
+    probe: Probe | None,
 ) -> Tensor:
     _refuse_tangents()
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     if wanted and torch.is_grad_enabled():
         result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, values, bias, topology, conv, row_major, relu
+            x, values, bias, topology, conv, row_major, relu, probe
         )
         return result
     y = _forward(conv, layout.to_batch_last(x), values, bias, topology, relu)
@@ -473,6 +481,18 @@ def _plain(x: Tensor) -> bool:
     )
 
 
+def _direct(x: Tensor, probe: Probe | None) -> bool:
+    """Whether to go past the dispatcher, which cannot take a probe along."""
+    if probe is None:
+        return _plain(x)
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise RuntimeError(
+            f"a rewiring is due and its gradients cannot be taken from a {type(x).__name__}: trace or "
+            "export the model before the rewirer is made, or between its rewirings"
+        )
+    return True
+
+
 def _autocast(x: Tensor, values: Tensor) -> Tensor:
     if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
         return x.to(values.dtype)
@@ -486,6 +506,7 @@ def linear(
     topology: Topology,
     row_major: bool = False,
     relu: bool = False,
+    probe: Probe | None = None,
 ) -> Tensor:
     """y[n, o] = bias[o] + sum over connections (o, i) of values * x[n, i].
 
@@ -496,14 +517,17 @@ def linear(
         topology: the connections, from :func:`rewire.ops.topology.build`.
         row_major: return contiguous memory instead of batch-last.
         relu: rectify the result, in the same pass over memory.
+        probe: called in the backward pass with (sizes, input, output gradient).
     """
+    if probe is not None and torch.compiler.is_compiling():
+        return _eager_linear(x, values, bias, topology, row_major, relu, probe)
     _check_dims(x, 2, "linear")
-    if not _plain(x):
+    if not _direct(x, probe):
         y: Tensor = torch.ops.rewire.linear(x, values, bias, *topology, row_major)
         return y.relu() if relu else y
     x = _autocast(x, values)
     _check(LINEAR, x, values, bias, topology)
-    return _product(x, values, bias, topology, LINEAR, row_major, relu)
+    return _product(x, values, bias, topology, LINEAR, row_major, relu, probe)
 
 
 def conv2d(
@@ -513,18 +537,26 @@ def conv2d(
     topology: Topology,
     conv: Convolution,
     relu: bool = False,
+    probe: Probe | None = None,
 ) -> Tensor:
     """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``,
-    rectified in the same pass over memory if ``relu``."""
+    rectified in the same pass over memory if ``relu``; ``probe`` as for :func:`linear`."""
+    if probe is not None and torch.compiler.is_compiling():
+        return _eager_conv2d(x, values, bias, topology, conv, relu, probe)
     _check_dims(x, 4, "conv2d")
-    if not _plain(x):
+    if not _direct(x, probe):
         sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
         return y.relu() if relu else y
     x = _autocast(x, values)
     _check(conv, x, values, bias, topology)
     _check_image(conv, x)
-    return _product(x, values, bias, topology, conv, False, relu)
+    return _product(x, values, bias, topology, conv, False, relu, probe)
+
+
+# A compiled graph cannot hold a probe either: it is broken there, and the layer runs as in eager code.
+_eager_linear: Callable[..., Tensor] = torch._disable_dynamo(linear)  # type: ignore[attr-defined]
+_eager_conv2d: Callable[..., Tensor] = torch._disable_dynamo(conv2d)  # type: ignore[attr-defined]
 
 
 def gradient_at(
