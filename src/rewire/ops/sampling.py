@@ -118,17 +118,14 @@ def draw(
         raise ValueError(f"at most {_LIMIT:,} connections are drawn at once, got {draws:,}")
     if not native.available():
         return _draw(stream, draws, n_in, n_out, active, inputs, outputs)
-    rows = Rows(
-        torch.empty(n_out + 1, dtype=torch.int32),
-        torch.empty(max(draws, 0), dtype=torch.int32),
-    )
+    rows = Rows(native.integers(n_out + 1), native.integers(draws))
     kept = native.module().draw(
         *(stream._native(), draws, n_in, n_out),
         *map(native.address, (*(inputs or _UNIFORM), *(outputs or _UNIFORM))),
         *(t.data_ptr() for t in (*active, *rows)),
         native.threads(),
     )
-    return Rows(rows.indptr, rows.indices[:kept].clone())
+    return Rows(rows.indptr, native.integers(kept).copy_(rows.indices[:kept]))
 
 
 _UNIFORM: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -181,7 +178,7 @@ def complement(active: Rows, n_in: int, n_out: int) -> Rows:
             f"{count:,} inactive connections are too many to list; ask for a smaller subset"
         )
     if native.available():
-        rows = Rows(*(torch.empty(n, dtype=torch.int32) for n in (n_out + 1, count)))
+        rows = Rows(native.integers(n_out + 1), native.integers(count))
         native.module().complement(
             *(*(t.data_ptr() for t in active), n_in, n_out),
             *(*(t.data_ptr() for t in rows), native.threads()),
@@ -204,8 +201,8 @@ def replace(
     pruned, grown = pruned.contiguous(), grown.contiguous()
     if native.available():
         count = int((~pruned).sum()) + int(grown.sum())
-        rows = Rows(*(torch.empty(n, dtype=torch.int32) for n in (n_out + 1, count)))
-        source = torch.empty(count, dtype=torch.int32)
+        rows = Rows(native.integers(n_out + 1), native.integers(count))
+        source = native.integers(count)
         native.module().replace(
             *(active.indptr.data_ptr(), active.indices.data_ptr(), pruned.data_ptr()),
             *(subset.indptr.data_ptr(), subset.indices.data_ptr(), grown.data_ptr(), n_out),
