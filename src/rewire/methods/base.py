@@ -87,6 +87,7 @@ class Rewirer:
         optim.check(optimizer, _values(trained))
         self._probes = [Probe(self._observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
+        self._armed = False
         self._arm()
 
     # The rules ------------------------------------------------------------------------------------
@@ -113,21 +114,21 @@ class Rewirer:
             active = sum(site.weights.numel() for site in group)
             subset = sum(len(_subset(site)) for site in group)
             spare = sum(max(0, site.weights.numel() - 1) for site in group)
-            k = min(sampling.ceil(self.alpha() * active), subset, spare)
+            k = min(sampling.ceil(self.alpha(self.t) * active), subset, spare)
             select(group, "grown", [self.growth(site) for site in group], k)
             select(group, "pruned", [keep_best(self.survival(site)) for site in group], k)
 
     # The schedule ---------------------------------------------------------------------------------
 
-    def alpha(self) -> float:
-        """The share of connections to replace at step ``t``."""
+    def alpha(self, t: int) -> float:
+        """The share of connections to replace at step t."""
         if callable(self.fraction):
-            alpha = float(self.fraction(self.t))
+            alpha = float(self.fraction(t))
             if not 0 <= alpha < 1:
-                raise ValueError(f"fraction({self.t}) gave {alpha}, expected a number in [0, 1)")
+                raise ValueError(f"fraction({t}) gave {alpha}, expected a number in [0, 1)")
             return alpha
         assert self.until is not None
-        return self.fraction / 2 * (1 + math.cos(math.pi * min(1.0, self.t / self.until)))
+        return self.fraction / 2 * (1 + math.cos(math.pi * min(1.0, t / self.until)))
 
     def due(self, t: int) -> bool:
         """Whether step t, counted from 1, ends with a rewiring."""
@@ -154,28 +155,27 @@ class Rewirer:
     def _arm(self) -> None:
         """Put the probes into the layers if the next step ends with a rewiring, else take them out."""
         wanted = self.guided and self.due(self.t + 1)
+        if wanted == self._armed:
+            return
         for site, probe in zip(self._sites, self._probes, strict=True):
             present = site.layer.probe
             if wanted and isinstance(present, Probe) and present is not probe and present.alive:
                 raise RuntimeError(f"{site.name} is being rewired by another rewirer already")
             if wanted or present is probe:
                 site.layer.probe = probe if wanted else None
+        self._armed = wanted
 
     def _observe(self, site: Site, batch: Batch) -> None:
         """What a probe has seen in a backward pass of a step that ends with a rewiring."""
         if site.subset is None:
-            self.t += 1  # this step's
-            try:
-                site.batch = batch
-                self._explore(site)
-            finally:
-                site.batch = None
-                self.t -= 1
+            site.batch = batch
+            self._explore(site, self.t + 1)
+            site.batch = None
         site.add_gradient(batch)
 
-    def _explore(self, site: Site) -> None:
-        site.stream = Stream(self.seed, DRAWS, self.t, site.index)
-        site.quota = min(sampling.ceil(self.alpha() * site.weights.numel()), site.free)
+    def _explore(self, site: Site, t: int) -> None:
+        site.stream = Stream(self.seed, DRAWS, t, site.index)
+        site.quota = min(sampling.ceil(self.alpha(t) * site.weights.numel()), site.free)
         site.subset = self.explore(site)
 
     @property
@@ -203,7 +203,7 @@ class Rewirer:
                 )
         for site in sites:
             if not self.guided:
-                self._explore(site)
+                self._explore(site, self.t)
         self.choose(sites)
         _check_budget(sites, self.scope)
         for site in self._sites:
@@ -214,7 +214,7 @@ class Rewirer:
         for site, change in zip(sites, changes, strict=True):
             _apply(site, change, self.optimizer)
         parts = {site.name: _part(site) for site in self._sites}
-        rewiring = total(self.t, self.alpha(), parts)
+        rewiring = total(self.t, self.alpha(self.t), parts)
         self.history.append(rewiring)
         for site in self._sites:
             site.clear()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rewire import optim, sampling
+from rewire import optim
 from rewire.connections import Connections
 from rewire.methods.base import Rewirer, keep_best, select
 from rewire.methods.sharing import share_out
@@ -105,7 +105,7 @@ class DeepR(Rewirer):
 
     def explore(self, site: Site) -> Connections:
         """Nothing yet: how many wake depends on how many rest."""
-        return sampling.choose(site.active, 0, site.stream)
+        return site.choose(0)
 
 
 def _as_many_as_turn(t: int) -> float:

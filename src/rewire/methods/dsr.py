@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rewire import sampling
+from rewire.connections import Connections
 from rewire.methods.base import Fraction, Rewirer, keep_best, select
 from rewire.methods.sharing import share_out
 from rewire.methods.site import Site
@@ -69,12 +69,12 @@ class DSR(Rewirer):
         for site, count in zip(sites, counts, strict=True):
             site.subset = site.choose(count)
             site.grown = torch.ones(count, dtype=torch.bool)
-        wanted = self.alpha() * sum(site.weights.numel() for site in sites)
+        wanted = self.alpha(self.t) * sum(site.weights.numel() for site in sites)
         if below > 1.1 * wanted:
             self.threshold /= 2
         elif below < 0.9 * wanted:
             self.threshold *= 2
 
-    def explore(self, site: Site) -> Any:
+    def explore(self, site: Site) -> Connections:
         """Nothing yet: how much a layer grows depends on what is pruned."""
-        return sampling.choose(site.active, 0, site.stream)
+        return site.choose(0)

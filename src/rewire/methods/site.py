@@ -47,20 +47,20 @@ class Site:
         self.name, self.layer, self.index = name, layer, index
         self.state: dict[str, Tensor] = {}
         self.counter: Counter | None = None
-        self._active = layer.connections
         self.clear()
 
     def clear(self) -> None:
         """Forget what belongs to one rewiring."""
+        self._active: Connections | None = None
         self.batch = self.subset = self.gradient = self.pruned = self.grown = None
 
     @property
     def active(self) -> Connections:
         """A, the active connections."""
         known, layer = self._active, self.layer
-        if known.indptr is not layer.indptr or known.indices is not layer.indices:
-            self._active = layer.connections
-        return self._active
+        if known is None or known.indptr is not layer.indptr or known.indices is not layer.indices:
+            known = self._active = layer.connections
+        return known
 
     @property
     def weights(self) -> Tensor:
