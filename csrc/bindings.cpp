@@ -13,6 +13,7 @@
 #include "layers.h"
 #include "memory.h"
 #include "parallel.h"
+#include "sampling.h"
 
 namespace nb = nanobind;
 using namespace rewire;
@@ -165,6 +166,13 @@ void define(nb::module_& m) {
     m.def("mean_pool_gradient", [](const Pool& p, int64_t channels, Address dy, Address dx, int threads) {
         mean_pool_gradient<T>(table<T>(), p, channels, at<T>(dy), at<T>(dx), threads);
     }, free);
+    m.def("select", [](Address scores, int64_t n, int64_t k, bool largest, Address chosen, int threads) {
+        select<T>(at<T>(scores), n, k, largest, at<uint8_t>(chosen), threads);
+    }, free);
+    m.def("signs", [](const Stream& stream, int64_t first, int64_t samples, int64_t positions, Address out,
+                      int threads) {
+        signs<T>(stream, first, samples, positions, at<T>(out), threads);
+    }, free);
 }
 
 }  // namespace
@@ -183,6 +191,41 @@ NB_MODULE(_native, m) {
                  at<int32_t>(to_outputs), at<int32_t>(to_order));
     }, nb::call_guard<nb::gil_scoped_release>());
 
+    m.def("alias", [](Address weights, int64_t n, Address threshold, Address alias) {
+        build_alias(at<double>(weights), n, at<uint64_t>(threshold), at<int32_t>(alias));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address in_threshold,
+                     Address in_alias, Address out_threshold, Address out_alias, Address ptr, Address indices,
+                     Address to_ptr, Address to_indices, int threads) {
+        return draw(stream, draws, n_in, n_out, {at<uint64_t>(in_threshold), at<int32_t>(in_alias)},
+                    {at<uint64_t>(out_threshold), at<int32_t>(out_alias)}, {at<int32_t>(ptr), at<int32_t>(indices)},
+                    at<int32_t>(to_ptr), at<int32_t>(to_indices), threads);
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("complement", [](Address ptr, Address indices, int64_t n_in, int64_t n_out, Address to_ptr,
+                           Address to_indices, int threads) {
+        complement({at<int32_t>(ptr), at<int32_t>(indices)}, n_in, n_out, at<int32_t>(to_ptr),
+                   at<int32_t>(to_indices), threads);
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("replace", [](Address ptr, Address indices, Address pruned, Address subset_ptr, Address subset_indices,
+                        Address grown, int64_t n_out, Address to_ptr, Address to_indices, Address source,
+                        int threads) {
+        replace({at<int32_t>(ptr), at<int32_t>(indices)}, at<uint8_t>(pruned),
+                {at<int32_t>(subset_ptr), at<int32_t>(subset_indices)}, at<uint8_t>(grown), n_out,
+                at<int32_t>(to_ptr), at<int32_t>(to_indices), at<int32_t>(source), threads);
+    }, nb::call_guard<nb::gil_scoped_release>());
+
+    m.def("mark", [](Address ptr, Address indices, Address chosen, int64_t n_in, int64_t n_out, Address bits) {
+        return mark({at<int32_t>(ptr), at<int32_t>(indices)}, at<uint8_t>(chosen), n_in, n_out, at<uint8_t>(bits));
+    }, nb::call_guard<nb::gil_scoped_release>());
+    m.def("sketch", [](Address ptr, Address indices, Address chosen, int64_t n_in, int64_t n_out,
+                       Address registers) {
+        sketch({at<int32_t>(ptr), at<int32_t>(indices)}, at<uint8_t>(chosen), n_in, n_out, at<uint8_t>(registers));
+    }, nb::call_guard<nb::gil_scoped_release>());
+
+    nb::class_<Stream>(m, "Stream")
+        .def("__init__", [](Stream* s, uint64_t seed, uint64_t purpose, uint64_t step, uint64_t layer) {
+            new (s) Stream{seed, purpose, step, layer};
+        });
     nb::class_<Geometry>(m, "Geometry")
         .def("__init__", [](Geometry* g, int64_t batch, int64_t in_channels, int64_t height, int64_t width,
                             int64_t out_channels, int64_t out_height, int64_t out_width, int32_t kh, int32_t kw,

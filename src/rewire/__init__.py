@@ -1,6 +1,18 @@
 """Always-sparse neural-network training for PyTorch."""
 
 from rewire.connections import Connections
+from rewire.methods import (
+    DSR,
+    GSE,
+    SET,
+    DeepR,
+    History,
+    LayerRewiring,
+    Rewirer,
+    Rewiring,
+    Site,
+    Static,
+)
 from rewire.nn import SparseConv2d, SparseLayer, SparseLinear
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
@@ -8,11 +20,21 @@ from rewire.summary import LayerSummary, Summary, summary
 __version__ = "0.1.0"
 
 __all__ = [
+    "DSR",
+    "GSE",
+    "SET",
     "Connections",
+    "DeepR",
+    "History",
+    "LayerRewiring",
     "LayerSummary",
+    "Rewirer",
+    "Rewiring",
+    "Site",
     "SparseConv2d",
     "SparseLayer",
     "SparseLinear",
+    "Static",
     "Summary",
     "densify",
     "sparsify",

@@ -4,6 +4,7 @@ f32: Any
 f64: Any
 Geometry: Any
 Pool: Any
+Stream: Any
 
 def supported() -> list[str]: ...
 def current() -> str: ...
@@ -20,4 +21,46 @@ def by_input(
     slots: int,
     outputs: int,
     order: int,
+) -> None: ...
+def alias(weights: int, n: int, threshold: int, alias: int) -> None: ...
+def draw(
+    stream: Any,
+    draws: int,
+    n_in: int,
+    n_out: int,
+    in_threshold: int,
+    in_alias: int,
+    out_threshold: int,
+    out_alias: int,
+    indptr: int,
+    indices: int,
+    to_indptr: int,
+    to_indices: int,
+    threads: int,
+) -> int: ...
+def complement(
+    indptr: int,
+    indices: int,
+    n_in: int,
+    n_out: int,
+    to_indptr: int,
+    to_indices: int,
+    threads: int,
+) -> None: ...
+def replace(
+    indptr: int,
+    indices: int,
+    pruned: int,
+    subset_indptr: int,
+    subset_indices: int,
+    grown: int,
+    n_out: int,
+    to_indptr: int,
+    to_indices: int,
+    source: int,
+    threads: int,
+) -> None: ...
+def mark(indptr: int, indices: int, chosen: int, n_in: int, n_out: int, bits: int) -> int: ...
+def sketch(
+    indptr: int, indices: int, chosen: int, n_in: int, n_out: int, registers: int
 ) -> None: ...

@@ -116,24 +116,27 @@ class SparseConv2d(SparseLayer):
             if self._pad_first is not None:
                 mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
                 image = F.pad(image, self._pad_first, mode=mode)
-            layer = (self.values, self.bias, self.topology, self._sizes)
+            layer, probe = (self.values, self.bias, self.topology, self._sizes), self.probe
             size = self._sizes.output_size(image.shape[2], image.shape[3])
             shape = (image.shape[0], self.out_channels, *size)
             if x.dim() == 3:
-                return ops.conv2d(image, *layer).squeeze(0)
+                return ops.conv2d(image, *layer, probe=probe).squeeze(0)
             if min(size) < 1 or not fusion.worthwhile(shape, image, self.values):
-                return ops.conv2d(image, *layer, norm=norm)
+                return ops.conv2d(image, *layer, norm=norm, probe=probe)
             return fusion.promise(
                 shape,
                 (image, *reads[1:], *self._parameters_used()),
-                lambda relu: ops.conv2d(image, *layer, relu, norm=norm),
-                measure=lambda moments: ops.conv2d(image, *layer, moments=moments, norm=norm),
+                lambda relu: ops.conv2d(image, *layer, relu, norm=norm, probe=probe),
+                measure=lambda moments: ops.conv2d(
+                    image, *layer, moments=moments, norm=norm, probe=probe
+                ),
             )
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the
         batch norm that they do on the way."""
-        behind = fusion.normalized(x) if self._pad_first is None else None
+        unseen = self._pad_first is None and self.probe is None
+        behind = fusion.normalized(x) if unseen else None
         if behind is not None:
             source = behind[0][0]
             if source.dim() == 4 and source.dtype == self.values.dtype:

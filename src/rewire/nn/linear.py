@@ -63,12 +63,13 @@ class SparseLinear(SparseLayer):
     def _samples(self, x: Tensor) -> Tensor:
         """One leading dimension: the output, or its promise while a converted model runs."""
         layer, shape = (self.values, self.bias, self.topology), (x.shape[0], self.out_features)
+        probe = self.probe
         if not fusion.worthwhile(shape, x, self.values):
-            return ops.linear(x, *layer)
+            return ops.linear(x, *layer, probe=probe)
         return fusion.promise(
             shape,
             (x, *self._parameters_used()),
-            lambda rectify: ops.linear(x, *layer, relu=rectify),
+            lambda rectify: ops.linear(x, *layer, relu=rectify, probe=probe),
         )
 
     def _sequences(self, x: Tensor) -> Tensor:
@@ -76,15 +77,15 @@ class SparseLinear(SparseLayer):
         wants rows; only an activation function may stay in the memory of the kernels."""
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         shape = (*x.shape[:-1], self.out_features)
-        values, bias, topology = self.values, self.bias, self.topology
+        layer, probe = (self.values, self.bias, self.topology), self.probe
 
         def row_major() -> Tensor:
-            return ops.linear(rows, values, bias, topology, row_major=True).view(shape)
+            return ops.linear(rows, *layer, row_major=True, probe=probe).view(shape)
 
         def batch_last(relu: bool = False) -> Tensor:
-            return ops.linear(rows, values, bias, topology, relu=relu).view(shape)
+            return ops.linear(rows, *layer, relu=relu, probe=probe).view(shape)
 
-        if not fusion.worthwhile(shape, x, values):
+        if not fusion.worthwhile(shape, x, self.values):
             return row_major()
         return fusion.promise(
             shape,

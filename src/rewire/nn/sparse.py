@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rewire.connections import Connections
 from rewire.ops import topology
+from rewire.ops.eager import Probe
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
@@ -22,6 +23,8 @@ class SparseLayer(nn.Module):
         values: 1-D parameter, by output unit and then input unit.
         bias: dense parameter, or None.
         indptr, indices: the connections (int32 buffers, saved with the state dict).
+        probe: called in every backward pass with (sizes, input, output gradient) while a rewirer wants
+            to see them, else None. Copies of the layer do not have it.
     """
 
     values: nn.Parameter
@@ -31,6 +34,7 @@ class SparseLayer(nn.Module):
     n_in: int
     n_out: int
     taps: int
+    probe: Probe | None = None
 
     def __init__(
         self,
@@ -156,6 +160,9 @@ class SparseLayer(nn.Module):
 
     def _parameters_used(self) -> tuple[Tensor, ...]:
         return (self.values,) if self.bias is None else (self.values, self.bias)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "probe"}
 
     def extra_repr(self) -> str:
         """Connections and density, after what the layer itself says."""

@@ -1,5 +1,7 @@
 """The one door to the kernels: torch operators over connections, with their reference twins."""
 
+from rewire.ops import operators as _operators
+from rewire.ops.eager import conv2d, gradient_at, linear
 from rewire.ops.native import (
     available,
     empty_cache,
@@ -7,7 +9,6 @@ from rewire.ops.native import (
     instruction_sets,
     use_instruction_set,
 )
-from rewire.ops.products import conv2d, gradient_at, linear
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, TopologyError
 

@@ -84,6 +84,14 @@ def empty(kernels: Any, shape: tuple[int, ...], strides: tuple[int, ...], like: 
     return tensor
 
 
+def integers(count: int) -> Tensor:
+    """An uninitialised int32 vector, a large one in such memory, too: kernels read it from all over."""
+    if _module is None or 4 * count < _LARGE:
+        return torch.empty(count, dtype=torch.int32)
+    words: Tensor = _module.f32.empty((count,), (1,))
+    return words.view(torch.int32)
+
+
 @lru_cache(maxsize=1024)
 def geometry(*sizes: int) -> Any:
     """batch, in channels, height, width, out channels, out height, out width, then kernel,

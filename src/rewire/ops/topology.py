@@ -84,9 +84,7 @@ def build(indptr: Tensor, indices: Tensor, n_in: int, taps: int = 1) -> Topology
 def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topology:
     n_out, count, device = indptr.numel() - 1, indices.numel(), indptr.device
     if native.available() and indptr.is_cpu:
-        slots = torch.empty(channels * taps + 1, dtype=torch.int32)
-        outputs = torch.empty(count, dtype=torch.int32)
-        order = torch.empty(count, dtype=torch.int32)
+        slots, outputs, order = map(native.integers, (channels * taps + 1, count, count))
         native.module().by_input(
             *(indptr.data_ptr(), indices.data_ptr(), channels, n_out, taps),
             *(slots.data_ptr(), outputs.data_ptr(), order.data_ptr()),

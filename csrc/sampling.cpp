@@ -1,0 +1,373 @@
+#include "sampling.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <vector>
+
+#include "parallel.h"
+#include "scratch.h"
+
+namespace rewire {
+namespace {
+
+using Wide = unsigned __int128;
+
+struct Words {
+    uint64_t w[4];
+};
+
+Words philox(const Stream& s, uint64_t block) {
+    uint64_t c0 = block + 1, c1 = s.layer, c2 = s.step, c3 = 0;  // numpy steps its counter first
+    uint64_t k0 = s.seed, k1 = s.purpose;
+    for (int round = 0; round < 10; round++) {
+        const Wide a = Wide(0xD2E7470EE14C6C93u) * c0, b = Wide(0xCA5A826395121157u) * c2;
+        c0 = uint64_t(b >> 64) ^ c1 ^ k0;
+        c2 = uint64_t(a >> 64) ^ c3 ^ k1;
+        c1 = uint64_t(b);
+        c3 = uint64_t(a);
+        k0 += 0x9E3779B97F4A7C15u;
+        k1 += 0xBB67AE8584CAA73Bu;
+    }
+    return {{c0, c1, c2, c3}};
+}
+
+int32_t pick(uint64_t word, int64_t n, const Alias& table) {
+    const Wide product = Wide(word) * uint64_t(n);
+    const auto column = int32_t(product >> 64);
+    if (!table.alias || uint64_t(product) < table.threshold[column]) return column;
+    return table.alias[column];
+}
+
+int worth(int64_t work, int threads) { return work < (1 << 15) ? 1 : threads; }
+
+// Calls task(begin, end) for pieces of [0, n).
+template <class Task>
+void pieces(int64_t n, int64_t piece, int threads, Task&& task) {
+    parallel_for((n + piece - 1) / piece, threads,
+                 [&](int64_t i) { task(i * piece, std::min(n, (i + 1) * piece)); });
+}
+
+// Rows of about the same length are shared out in runs of this many.
+int64_t rows_each(int64_t rows) { return std::max<int64_t>(1, std::min<int64_t>(1024, rows / 64)); }
+
+// Ascending, in linear time.
+void sort(int32_t* row, int64_t n, int64_t limit, std::vector<int32_t>& spare) {
+    constexpr int kBits = 11, kBuckets = 1 << kBits;
+    if (n < 512) {
+        std::sort(row, row + n);
+        return;
+    }
+    spare.resize(size_t(n));
+    int32_t *from = row, *to = spare.data();
+    for (int shift = 0; shift < 31 && (int64_t(1) << shift) < limit; shift += kBits) {
+        int64_t start[kBuckets + 1] = {0};
+        for (int64_t i = 0; i < n; i++) start[((from[i] >> shift) & (kBuckets - 1)) + 1]++;
+        for (int b = 0; b < kBuckets; b++) start[b + 1] += start[b];
+        for (int64_t i = 0; i < n; i++) to[start[(from[i] >> shift) & (kBuckets - 1)]++] = from[i];
+        std::swap(from, to);
+    }
+    if (from != row) std::copy(from, from + n, row);
+}
+
+// Keeps the distinct elements of a sorted row that are not in another; returns how many.
+int64_t difference(int32_t* row, int64_t n, const int32_t* other, const int32_t* end) {
+    int64_t kept = 0;
+    int32_t last = -1;
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t it = row[i];
+        if (it == last) continue;
+        last = it;
+        while (other < end && *other < it) other++;
+        if (other == end || *other != it) row[kept++] = it;
+    }
+    return kept;
+}
+
+void running_total(int32_t* ptr, int64_t rows) {
+    ptr[0] = 0;
+    for (int64_t r = 0; r < rows; r++) ptr[r + 1] += ptr[r];
+}
+
+template <class T>
+struct Bits;
+template <>
+struct Bits<float> {
+    using type = uint32_t;
+};
+template <>
+struct Bits<double> {
+    using type = uint64_t;
+};
+
+// An integer that orders as the score does.
+template <class T>
+typename Bits<T>::type order_key(T score) {
+    using U = typename Bits<T>::type;
+    constexpr U sign = U(1) << (8 * sizeof(T) - 1);
+    if (std::isnan(score)) score = -std::numeric_limits<T>::infinity();
+    score += T(0);  // -0 is 0
+    U bits;
+    std::memcpy(&bits, &score, sizeof(T));
+    return bits & sign ? ~bits : bits | sign;
+}
+
+template <class Visit>
+void for_each_key(const ByOutput& rows, const uint8_t* chosen, int64_t n_in, int64_t n_out, Visit&& visit) {
+    for (int64_t r = 0; r < n_out; r++)
+        for (int32_t e = rows.ptr[r]; e < rows.ptr[r + 1]; e++)
+            if (!chosen || chosen[e]) visit(uint64_t(r * n_in + rows.indices[e]));
+}
+
+constexpr uint64_t kPrime = (uint64_t(1) << 61) - 1;
+
+uint64_t reduce(Wide x) {
+    const uint64_t sum = uint64_t(x & kPrime) + uint64_t(x >> 61);
+    return sum >= kPrime ? sum - kPrime : sum;
+}
+
+}  // namespace
+
+void build_alias(const double* weights, int64_t n, uint64_t* threshold, int32_t* alias) {
+    double total = 0;
+    int64_t best = 0;
+    for (int64_t i = 0; i < n; i++) {
+        total += weights[i];
+        if (weights[i] > weights[best]) best = i;
+    }
+    std::vector<double> share(static_cast<size_t>(n));
+    std::vector<int32_t> small, large;
+    for (int64_t i = 0; i < n; i++) {
+        share[size_t(i)] = weights[i] / total * double(n);
+        (share[size_t(i)] < 1 ? small : large).push_back(int32_t(i));
+    }
+    while (!small.empty() && !large.empty()) {
+        const int32_t s = small.back(), l = large.back();
+        small.pop_back();
+        threshold[s] = uint64_t(share[size_t(s)] * 0x1p64);
+        alias[s] = l;
+        share[size_t(l)] = share[size_t(l)] - (1 - share[size_t(s)]);
+        if (share[size_t(l)] < 1) {
+            large.pop_back();
+            small.push_back(l);
+        }
+    }
+    // What rounding has left over takes its whole column, unless it must never be taken.
+    for (const auto* rest : {&small, &large})
+        for (const int32_t i : *rest) {
+            threshold[i] = 0;
+            alias[i] = weights[i] > 0 ? i : int32_t(best);
+        }
+}
+
+int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const Alias& inputs,
+             const Alias& outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads) {
+    std::fill(ptr, ptr + n_out + 1, 0);
+    if (draws == 0) return 0;
+    threads = worth(draws, threads);
+    Scratch<int32_t> input(draws), output(draws), bucket(draws);
+    pieces(draws, 1 << 14, threads, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i += 2) {
+            const Words words = philox(stream, uint64_t(i / 2));
+            for (int64_t j = 0; j < 2 && i + j < end; j++) {
+                input[i + j] = pick(words.w[2 * j], n_in, inputs);
+                output[i + j] = pick(words.w[2 * j + 1], n_out, outputs);
+            }
+        }
+    });
+
+    // By output unit: each part of the draws counts, and then fills, its own places.
+    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(8, draws / n_out));
+    const int64_t part = (draws + parts - 1) / parts;
+    Scratch<int32_t> next(parts * n_out);
+    parallel_for(parts, threads, [&](int64_t p) {
+        int32_t* count = next.get() + p * n_out;
+        std::fill(count, count + n_out, 0);
+        for (int64_t i = p * part; i < std::min(draws, (p + 1) * part); i++) count[output[i]]++;
+    });
+    std::vector<int32_t> start(size_t(n_out + 1));
+    int32_t total = 0;
+    for (int64_t r = 0; r < n_out; r++) {
+        start[size_t(r)] = total;
+        for (int64_t p = 0; p < parts; p++) {
+            const int32_t count = next[p * n_out + r];
+            next[p * n_out + r] = total;
+            total += count;
+        }
+    }
+    start[size_t(n_out)] = total;
+    parallel_for(parts, threads, [&](int64_t p) {
+        int32_t* place = next.get() + p * n_out;
+        for (int64_t i = p * part; i < std::min(draws, (p + 1) * part); i++) bucket[place[output[i]]++] = input[i];
+    });
+
+    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
+        std::vector<int32_t> spare;
+        for (int64_t r = begin; r < end; r++) {
+            int32_t* row = bucket.get() + start[size_t(r)];
+            const int64_t n = start[size_t(r + 1)] - start[size_t(r)];
+            sort(row, n, n_in, spare);
+            ptr[r + 1] =
+                int32_t(difference(row, n, active.indices + active.ptr[r], active.indices + active.ptr[r + 1]));
+        }
+    });
+    running_total(ptr, n_out);
+    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++)
+            std::copy_n(bucket.get() + start[size_t(r)], ptr[r + 1] - ptr[r], indices + ptr[r]);
+    });
+    return ptr[n_out];
+}
+
+void complement(const ByOutput& active, int64_t n_in, int64_t n_out, int32_t* ptr, int32_t* indices, int threads) {
+    for (int64_t r = 0; r <= n_out; r++) ptr[r] = int32_t(r * n_in - active.ptr[r]);
+    pieces(n_out, rows_each(n_out), worth(ptr[n_out], threads), [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            int32_t* out = indices + ptr[r];
+            int32_t from = 0;
+            for (int32_t e = active.ptr[r]; e <= active.ptr[r + 1]; e++) {
+                const int32_t to = e < active.ptr[r + 1] ? active.indices[e] : int32_t(n_in);
+                while (from < to) *out++ = from++;
+                from = to + 1;
+            }
+        }
+    });
+}
+
+void replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subset, const uint8_t* grown,
+             int64_t n_out, int32_t* ptr, int32_t* indices, int32_t* source, int threads) {
+    threads = worth(int64_t(active.ptr[n_out]) + subset.ptr[n_out], threads);
+    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            int32_t count = 0;
+            for (int32_t e = active.ptr[r]; e < active.ptr[r + 1]; e++) count += !pruned[e];
+            for (int32_t e = subset.ptr[r]; e < subset.ptr[r + 1]; e++) count += grown[e] != 0;
+            ptr[r + 1] = count;
+        }
+    });
+    running_total(ptr, n_out);
+    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
+        for (int64_t r = begin; r < end; r++) {
+            int32_t a = active.ptr[r], s = subset.ptr[r];
+            const int32_t a_end = active.ptr[r + 1], s_end = subset.ptr[r + 1];
+            for (int32_t e = ptr[r]; e < ptr[r + 1]; e++) {
+                while (a < a_end && pruned[a]) a++;
+                while (s < s_end && !grown[s]) s++;
+                const bool old = s == s_end || (a < a_end && active.indices[a] < subset.indices[s]);
+                indices[e] = old ? active.indices[a] : subset.indices[s];
+                source[e] = old ? a : -1;
+                old ? a++ : s++;
+            }
+        }
+    });
+}
+
+int64_t mark(const ByOutput& rows, const uint8_t* chosen, int64_t n_in, int64_t n_out, uint8_t* bits) {
+    int64_t fresh = 0;
+    for_each_key(rows, chosen, n_in, n_out, [&](uint64_t key) {
+        const auto bit = uint8_t(1u << (key & 7));
+        fresh += !(bits[key >> 3] & bit);
+        bits[key >> 3] |= bit;
+    });
+    return fresh;
+}
+
+void sketch(const ByOutput& rows, const uint8_t* chosen, int64_t n_in, int64_t n_out, uint8_t* registers) {
+    for_each_key(rows, chosen, n_in, n_out, [&](uint64_t key) {
+        uint64_t h = key + 0x9E3779B97F4A7C15u;  // splitmix64
+        h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
+        h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
+        h ^= h >> 31;
+        const uint64_t rest = h << 12 | 1u << 11;
+        uint8_t& most = registers[h >> 52];
+        most = std::max(most, uint8_t(__builtin_clzll(rest) + 1));
+    });
+}
+
+template <class T>
+void select(const T* scores, int64_t n, int64_t k, bool largest, uint8_t* chosen, int threads) {
+    using U = typename Bits<T>::type;
+    if (k <= 0 || k >= n) {
+        std::fill(chosen, chosen + n, uint8_t(k > 0));
+        return;
+    }
+    constexpr int kBits = 11, kBuckets = 1 << kBits, kWidth = 8 * sizeof(T);
+    constexpr int64_t kPiece = 1 << 16;
+    const int64_t parts = (n + kPiece - 1) / kPiece;
+    threads = worth(n, threads);
+    // Largest first is smallest first of the complement.
+    auto key = [&](int64_t i) { return largest ? U(~order_key(scores[i])) : order_key(scores[i]); };
+
+    // The key of the k-th, digit by digit; of those that share it, `ties` are taken.
+    U prefix = 0, known = 0;
+    int64_t ties = k;
+    std::vector<int64_t> counts;
+    for (int high = kWidth; high > 0; high -= kBits) {
+        const int shift = std::max(0, high - kBits);
+        const U digits = U(kBuckets - 1) & U((uint64_t(1) << (high - shift)) - 1);
+        const int64_t groups = std::min<int64_t>(parts, 16);
+        counts.assign(size_t(groups * kBuckets), 0);
+        parallel_for(groups, threads, [&](int64_t g) {
+            int64_t* count = counts.data() + g * kBuckets;
+            for (int64_t i = n * g / groups; i < n * (g + 1) / groups; i++) {
+                const U it = key(i);
+                if ((it & known) == prefix) count[(it >> shift) & digits]++;
+            }
+        });
+        for (int64_t b = 0;; b++) {
+            int64_t here = 0;
+            for (int64_t g = 0; g < groups; g++) here += counts[size_t(g * kBuckets + b)];
+            if (here >= ties) {
+                prefix |= U(b) << shift;
+                break;
+            }
+            ties -= here;
+        }
+        known |= digits << shift;
+    }
+
+    std::vector<int64_t> before(size_t(parts + 1), 0);
+    pieces(n, kPiece, threads, [&](int64_t begin, int64_t end) {
+        int64_t equal = 0;
+        for (int64_t i = begin; i < end; i++) {
+            const U it = key(i);
+            chosen[i] = it < prefix;
+            equal += it == prefix;
+        }
+        before[size_t(begin / kPiece + 1)] = equal;
+    });
+    for (int64_t p = 0; p < parts; p++) before[size_t(p + 1)] += before[size_t(p)];
+    pieces(n, kPiece, threads, [&](int64_t begin, int64_t end) {
+        int64_t left = ties - before[size_t(begin / kPiece)];
+        for (int64_t i = begin; i < end && left > 0; i++)
+            if (key(i) == prefix) {
+                chosen[i] = 1;
+                left--;
+            }
+    });
+}
+
+template <class T>
+void signs(const Stream& stream, int64_t first, int64_t samples, int64_t positions, T* out, int threads) {
+    const Words words = philox(stream, 0);
+    uint64_t coefficient[4];
+    for (int i = 0; i < 4; i++) coefficient[i] = words.w[i] % kPrime;
+    pieces(positions, std::max<int64_t>(1, 4096 / std::max<int64_t>(1, samples)), worth(samples * positions, threads),
+           [&](int64_t begin, int64_t end) {
+               for (int64_t p = begin; p < end; p++)
+                   for (int64_t n = 0; n < samples; n++) {
+                       const uint64_t at = reduce(Wide(uint64_t(first + n)) * uint64_t(positions) + uint64_t(p));
+                       uint64_t value = coefficient[3];
+                       for (int i = 2; i >= 0; i--) value = reduce(Wide(value) * at + coefficient[i]);
+                       out[p * samples + n] = value & 1 ? T(1) : T(-1);
+                   }
+           });
+}
+
+template void select<float>(const float*, int64_t, int64_t, bool, uint8_t*, int);
+template void select<double>(const double*, int64_t, int64_t, bool, uint8_t*, int);
+template void signs<float>(const Stream&, int64_t, int64_t, int64_t, float*, int);
+template void signs<double>(const Stream&, int64_t, int64_t, int64_t, double*, int);
+
+}  // namespace rewire

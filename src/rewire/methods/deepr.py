@@ -1,0 +1,112 @@
+"""Deep rewiring."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rewire import optim
+from rewire.connections import Connections
+from rewire.methods.base import Rewirer, keep_best, select
+from rewire.methods.sharing import share_out
+from rewire.methods.site import Site
+
+
+class DeepR(Rewirer):
+    r"""Deep rewiring: weights of fixed sign walk at random, and rest when they would change it.
+
+    A weight is ``w = s * theta`` with a fixed sign s. The optimizer's update is followed by
+    ``theta -= lr * l1 - sqrt(2 * lr * temperature) * nu`` with normal noise nu; connections with
+    ``theta < 0`` become dormant, and as many dormant ones wake at random with ``theta = 0`` and a random
+    sign. A layer's largest theta never goes; where it is negative it is set to zero.
+
+    Args:
+        model, optimizer, seed: see :class:`Rewirer`; signs are those of the model's weights now.
+        every: steps from one such walk to the next; at every step in the paper.
+        until: the last step that may end with one; None for no end.
+        l1: the prior's pull towards zero.
+        temperature: of the random walk; by default ``lr * l1**2 / 18``, the authors' choice.
+        scope: keep the number of connections of each layer (``"layer"``) or of the model
+            (``"global"``), where those that wake are spread over all dormant ones.
+
+    Reference: Bellec et al., *Deep rewiring: training very sparse deep networks*, 2018.
+    """
+
+    guided = False
+    settings: ClassVar[tuple[str, ...]] = (
+        *("every", "until", "scope", "seed"),
+        *("l1", "temperature"),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int = 1,
+        until: int | None = None,
+        l1: float = 1e-4,
+        temperature: float | None = None,
+        scope: str = "layer",
+        seed: int = 0,
+    ) -> None:
+        for name, value in (("l1", l1), ("temperature", temperature)):
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0, got {value}")
+        self.l1, self.temperature = l1, temperature
+        super().__init__(
+            *(model, optimizer),
+            every=every,
+            until=until,
+            fraction=_as_many_as_turn,
+            scope=scope,
+            seed=seed,
+        )
+        for site in self._sites:
+            site.state["sign"] = site.weights.sign()
+
+    def choose(self, sites: Sequence[Site]) -> None:
+        """Let the weights walk; what turns negative goes, and as many others wake."""
+        thetas = [self._walk(site) for site in sites]
+        groups = [range(len(sites))] if self.scope == "global" else [[i] for i in range(len(sites))]
+        for group in groups:
+            mine = [sites[i] for i in group]
+            free = [site.free for site in mine]
+            scores = [keep_best(thetas[i]) for i in group]
+            turned = min(sum(int((score < 0).sum()) for score in scores), sum(free))
+            select(mine, "pruned", scores, turned)
+            for site, count in zip(mine, share_out(turned, free, free), strict=True):
+                site.subset = site.choose(count)
+                site.grown = torch.ones(count, dtype=torch.bool)
+        for site, theta in zip(sites, thetas, strict=True):
+            site.weights[theta < 0] = 0  # those that cannot go
+
+    def _walk(self, site: Site) -> Tensor:
+        """Move the weights of a layer and return their thetas."""
+        weights = site.weights
+        known = site.state["sign"]
+        if known.shape != weights.shape:
+            raise RuntimeError(
+                f"{site.name} has other connections than DeepR has signs for: load the model's weights "
+                "before making the rewirer, or load its state too"
+            )
+        coin = (site.random(weights.numel()) < 0.5).to(weights) * 2 - 1
+        sign = site.state["sign"] = torch.where(known == 0, coin, known)
+        lr = float(optim.group_of(self.optimizer, site.layer.values)["lr"])
+        temperature = lr * self.l1**2 / 18 if self.temperature is None else self.temperature
+        noise = site.normal(weights.numel()).to(weights) * math.sqrt(2 * lr * temperature)
+        weights += sign * (noise - lr * self.l1)
+        return sign * weights
+
+    def explore(self, site: Site) -> Connections:
+        """Nothing yet: how many wake depends on how many rest."""
+        return site.choose(0)
+
+
+def _as_many_as_turn(t: int) -> float:
+    return 0.0

@@ -1,0 +1,148 @@
+"""One sparse layer as a method sees it, and the probe that sits in it while a rewiring is due."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from rewire import sampling
+from rewire.connections import Connections
+from rewire.nn.sparse import SparseLayer
+from rewire.ops import sampling as ops
+from rewire.ops.counting import Counter
+from rewire.ops.reference import Convolution
+from rewire.ops.sampling import Stream
+from rewire.sampling import Batch
+
+
+class Site:
+    """One sparse layer as a method's rules see it.
+
+    Attributes:
+        name: of the layer in the model.
+        layer: the layer.
+        quota: how many of its connections the schedule wants replaced.
+        batch: input and output gradient, while :meth:`Rewirer.explore` runs in a backward pass.
+        subset: S, once it is explored.
+        gradient: the gradient of the loss at S, summed over the backward passes of this step as that of
+            the active connections is in ``.grad``.
+        pruned: mask over the active connections: which go.
+        grown: mask over S: which come.
+        state: tensors of one element per active connection that a method wants to keep; they follow the
+            connections, with zeros for grown ones, and are saved with the rewirer.
+    """
+
+    quota: int
+    stream: Stream
+    batch: Batch | None
+    subset: Connections | None
+    gradient: Tensor | None
+    pruned: Tensor | None
+    grown: Tensor | None
+
+    def __init__(self, name: str, layer: SparseLayer, index: int) -> None:
+        self.name, self.layer, self.index = name, layer, index
+        self.state: dict[str, Tensor] = {}
+        self.counter: Counter | None = None
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what belongs to one rewiring."""
+        self._active: Connections | None = None
+        self.batch = self.subset = self.gradient = self.pruned = self.grown = None
+
+    @property
+    def active(self) -> Connections:
+        """A, the active connections."""
+        known, layer = self._active, self.layer
+        if known is None or known.indptr is not layer.indptr or known.indices is not layer.indices:
+            known = self._active = layer.connections
+        return known
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights of A."""
+        return self.layer.values.detach()
+
+    @property
+    def free(self) -> int:
+        """How many connections are inactive."""
+        return self.layer.n_in * self.layer.n_out - self.layer.values.numel()
+
+    def draw(self, factor: float, weights: sampling.Weights = (None, None)) -> Connections:
+        """The inactive ones among ``ceil(factor * |A|)`` draws; see :func:`rewire.sampling.draw`."""
+        return sampling.draw(self.active, factor, self.stream, weights)
+
+    def choose(self, count: int) -> Connections:
+        """So many inactive connections (or all there are), uniformly at random."""
+        return sampling.choose(self.active, count, self.stream)
+
+    def random(self, count: int) -> Tensor:
+        """Uniform random numbers in [0, 1)."""
+        return sampling.uniforms(self.stream, count)
+
+    def normal(self, count: int) -> Tensor:
+        """Standard normal random numbers."""
+        return sampling.normals(self.stream, count)
+
+    def add_gradient(self, batch: Batch) -> None:
+        """Evaluate the gradient at S: one sampled product."""
+        assert self.subset is not None
+        gradient = ops.gradient_over(batch.conv, batch.dy, batch.x, sampling.rows(self.subset))
+        self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def count(self) -> Counter:
+        """The connections that were ever active; counted from the first time it is asked for."""
+        if self.counter is None:
+            n_in, n_out = self.layer.n_in, self.layer.n_out
+            self.counter = Counter(n_in, n_out, len(self.active))
+            self.counter.add(sampling.rows(self.active))
+        return self.counter
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint needs: the method's own tensors, S with its gradient, and the count."""
+        state: dict[str, Any] = {"state": {k: v.clone() for k, v in self.state.items()}}
+        if self.counter is not None:
+            state["ever"] = {"memory": self.counter.memory.clone(), "exact": self.counter.exact}
+        if self.subset is not None:
+            rows = {"indptr": self.subset.indptr, "indices": self.subset.indices}
+            state["subset"] = {**rows, "gradient": self.gradient}
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take :meth:`state_dict` back."""
+        self.clear()
+        self.state = {key: value.clone() for key, value in state["state"].items()}
+        self.counter = None
+        if "ever" in state:
+            self.counter = Counter(self.layer.n_in, self.layer.n_out, 0)
+            self.counter.memory = state["ever"]["memory"].clone()
+            self.counter.exact = state["ever"]["exact"]
+        if "subset" in state:
+            s = state["subset"]
+            units = (self.layer.n_in, self.layer.n_out)
+            self.subset = Connections(*units, s["indptr"].clone(), s["indices"].clone())
+            self.gradient = None if s["gradient"] is None else s["gradient"].clone()
+
+
+class Probe:
+    """Shows a rewirer what its layers see in their backward passes, as long as it lives."""
+
+    def __init__(self, observe: Callable[[Site, Batch], None], site: Site) -> None:
+        self._observe, self._site = weakref.WeakMethod(observe), site
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is still a rewirer to show things to."""
+        return self._observe() is not None
+
+    def __call__(self, conv: Convolution, x: Tensor, dy: Tensor) -> None:
+        """Called by the layer in its backward pass."""
+        observe, layer = self._observe(), self._site.layer
+        if observe is None:
+            layer.probe = None
+        elif layer.values.requires_grad:
+            observe(self._site, Batch(conv, x.detach(), dy.detach()))

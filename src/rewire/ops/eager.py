@@ -1,0 +1,221 @@
+"""The products as functions with gradients, for plain eager code.
+
+They go straight to the kernels, past the dispatcher, whose Python path costs more than a small layer
+computes; where something else watches (``torch.compile``, dispatch modes), they go through
+``torch.ops.rewire``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.ops import channels, layout, products
+from rewire.ops.channels import Norm
+from rewire.ops.products import LINEAR, Moments
+from rewire.ops.reference import Convolution
+from rewire.ops.topology import Topology
+
+# Called in the backward pass of a layer with its sizes, input and output gradient.
+Probe = Callable[[Convolution, Tensor, Tensor], None]
+
+
+class _Extras(NamedTuple):
+    """What is done besides the product; see :func:`linear` and :func:`conv2d`."""
+
+    row_major: bool = False
+    relu: bool = False
+    moments: Moments | None = None
+    norm: Norm | None = None
+    probe: Probe | None = None
+
+
+class _Product(torch.autograd.Function):
+    """The product; ``conv`` is LINEAR for a linear layer. A batch norm on the way in has no output in
+    memory, and its own gradients come with those of the product."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+        topology: Topology,
+        conv: Convolution,
+        extras: _Extras,
+    ) -> Tensor:
+        row_major, relu, moments, norm, ctx.probe = extras
+        given, x = x, layout.to_batch_last(x)
+        y = products.forward(conv, x, values, bias, topology, relu, norm, moments)
+        kept = (None,) * 4 if norm is None else norm[:4]
+        ctx.save_for_backward(x, values, y if relu else None, *kept)
+        ctx.conv, ctx.topology, ctx.norm = conv, topology, None if norm is None else norm[4:]
+        # The gradient of a row-major input goes back to where rows are wanted.
+        ctx.rows = x is not given and x.dim() == 2
+        return layout.to_row_major(y) if row_major else y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        x, values, z, *kept = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:5]
+        norm = None if ctx.norm is None else Norm(*kept, *ctx.norm)
+        if ctx.probe is not None:
+            dy, z = dy if z is None else products.rectify_gradient(dy, z), None
+            ctx.probe(ctx.conv, x, dy)
+        grads = list(products.backward(ctx.conv, dy, x, values, ctx.topology, needs[:3], z, norm))
+        if needs[0] and ctx.rows:
+            grads[0] = layout.to_row_major(grads[0])
+        kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))
+        return *kept_grads, None, None, None
+
+
+def _product(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    conv: Convolution,
+    extras: _Extras,
+) -> Tensor:
+    products.refuse_tangents()
+    wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
+    row_major, relu, moments, norm, _ = extras
+    if wanted and torch.is_grad_enabled():
+        affine = (None, None) if norm is None else norm[:2]
+        result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
+            x, values, bias, *affine, topology, conv, extras
+        )
+        return result
+    y = products.forward(
+        conv, layout.to_batch_last(x), values, bias, topology, relu, norm, moments
+    )
+    return layout.to_row_major(y) if row_major else y
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether nothing but eager autograd watches this call."""
+    return (
+        type(x) in (Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
+
+def _direct(x: Tensor, probe: Probe | None) -> bool:
+    """Whether to go past the dispatcher, which cannot take a probe along."""
+    if probe is None:
+        return _plain(x)
+    if type(x) not in (Tensor, torch.nn.Parameter):
+        raise RuntimeError(
+            f"a rewiring is due and its gradients cannot be taken from a {type(x).__name__}: trace or "
+            "export the model before the rewirer is made, or between its rewirings"
+        )
+    return True
+
+
+def _autocast(x: Tensor, values: Tensor) -> Tensor:
+    if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
+        return x.to(values.dtype)
+    return x
+
+
+def linear(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    row_major: bool = False,
+    relu: bool = False,
+    probe: Probe | None = None,
+) -> Tensor:
+    """y[n, o] = bias[o] + sum over connections (o, i) of values * x[n, i].
+
+    Args:
+        x: (batch, in units), any strides.
+        values: one per connection, in the order of ``topology.indices``.
+        bias: (out units,) or None.
+        topology: the connections, from :func:`rewire.ops.topology.build`.
+        row_major: return contiguous memory instead of batch-last.
+        relu: rectify the result, in the same pass over memory.
+        probe: called in the backward pass with (sizes, input, output gradient).
+    """
+    if probe is not None and torch.compiler.is_compiling():
+        return _eager_linear(x, values, bias, topology, row_major, relu, probe)
+    products.check_dims(x, 2, "linear")
+    if not _direct(x, probe):
+        y: Tensor = torch.ops.rewire.linear(x, values, bias, *topology, row_major)
+        return y.relu() if relu else y
+    x = _autocast(x, values)
+    products.check(LINEAR, x, values, bias, topology)
+    extras = _Extras(row_major, relu, probe=probe)
+    return _product(x, values, bias, topology, LINEAR, extras)
+
+
+def conv2d(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    conv: Convolution,
+    relu: bool = False,
+    moments: Moments | None = None,
+    norm: Norm | None = None,
+    probe: Probe | None = None,
+) -> Tensor:
+    """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``.
+
+    In the same pass over memory ``norm`` is done to an ``x`` that ``channels.can_batch_norm`` has
+    accepted, the result is rectified if ``relu``, and its mean and variance by channel are written to
+    ``moments``. ``probe`` is as for :func:`linear`, and sees what ``norm`` gives.
+    """
+    if probe is not None and torch.compiler.is_compiling():
+        return _eager_conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
+    products.check_dims(x, 4, "conv2d")
+    if norm is not None and (probe is not None or not _takes_norm(x, values)):
+        x, norm = channels.batch_norm(x, norm), None
+    if not _direct(x, probe):
+        sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
+        y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
+        return products.measured(y.relu() if relu else y, moments)
+    x = _autocast(x, values)
+    products.check(conv, x, values, bias, topology)
+    products.check_image(conv, x)
+    return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
+
+
+def _takes_norm(x: Tensor, values: Tensor) -> bool:
+    """Whether a batch norm can be done where a convolution reads: its gradients come with those of
+    the convolution, or not at all."""
+    if not _plain(x) or x.dtype != values.dtype:
+        return False
+    return not torch.is_grad_enabled() or (x.requires_grad and values.requires_grad)
+
+
+# A compiled graph cannot hold a probe either: it is broken there, and the layer runs as in eager code.
+_eager_linear: Callable[..., Tensor] = torch._disable_dynamo(linear)  # type: ignore[attr-defined]
+_eager_conv2d: Callable[..., Tensor] = torch._disable_dynamo(conv2d)  # type: ignore[attr-defined]
+
+
+def gradient_at(
+    dy: Tensor, x: Tensor, outputs: Tensor, inputs: Tensor, conv: Convolution = LINEAR
+) -> Tensor:
+    """The gradient of a layer's weight at the given coordinates, active or not, in any order.
+
+    Args:
+        dy: gradient of the loss at the layer's output.
+        x: the layer's input.
+        outputs, inputs: coordinates of the connections to evaluate.
+        conv: sizes of a convolution; a linear layer by default.
+    """
+    if conv is LINEAR:
+        g: Tensor = torch.ops.rewire.linear_gradient_at(dy, x, outputs, inputs)
+        return g
+    sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
+    g = torch.ops.rewire.conv2d_gradient_at(dy, x, outputs, inputs, *sizes)
+    return g

@@ -1,0 +1,192 @@
+"""The products as torch.library operators (``torch.ops.rewire.*``) with autograd, fake and autocast
+rules: this is what ``torch.compile`` and dispatch modes see."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.ops import layout, products
+from rewire.ops.products import LINEAR
+from rewire.ops.reference import Convolution
+from rewire.ops.topology import Topology
+
+_TOPOLOGY = "Tensor indptr, Tensor indices, Tensor slots, Tensor outputs, Tensor order"
+_CONV = "int[] kernel, int[] stride, int[] padding, int[] dilation"
+_library = torch.library.Library("rewire", "FRAGMENT")
+
+
+@lru_cache(maxsize=1024)
+def _interned(*sizes: tuple[int, int]) -> Convolution:
+    return Convolution(*sizes)
+
+
+def _conv(*sizes: list[int]) -> Convolution:
+    return _interned(*((a, b) for a, b in sizes))
+
+
+def _checked_backward(
+    conv: Convolution,
+    dy: Tensor,
+    x: Tensor,
+    values: Tensor,
+    topology: Topology,
+    needs: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    products.check(conv, x, values, None, topology)
+    products.check_gradient(conv, dy, x, topology.indptr.numel() - 1)
+    return products.backward(conv, dy, x, values, topology, needs)[:3]
+
+
+def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -> Tensor:
+    *tensors, row_major = topology
+    a = Topology(*tensors)
+    products.check_dims(x, 2, "linear")
+    products.refuse_tangents()
+    products.check(LINEAR, x, values, bias, a)
+    y = products.forward(LINEAR, layout.to_batch_last(x), values, bias, a)
+    return layout.to_row_major(y) if row_major else y
+
+
+def _linear_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    *tensors, needs = rest
+    return _checked_backward(LINEAR, dy, x, values, Topology(*tensors), tuple(needs))
+
+
+def _linear_gradient_at_op(dy: Tensor, x: Tensor, outputs: Tensor, inputs: Tensor) -> Tensor:
+    return products.gradient_at(LINEAR, dy, x, outputs, inputs)
+
+
+def _conv2d_op(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Tensor:
+    topology, conv = Topology(*rest[:5]), _conv(*rest[5:])
+    products.check_dims(x, 4, "conv2d")
+    products.refuse_tangents()
+    products.check(conv, x, values, bias, topology)
+    products.check_image(conv, x)
+    return products.forward(conv, layout.to_batch_last(x), values, bias, topology)
+
+
+def _conv2d_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    topology, conv = Topology(*rest[:5]), _conv(*rest[5:9])
+    return _checked_backward(conv, dy, x, values, topology, tuple(rest[9]))
+
+
+def _conv2d_gradient_at_op(
+    dy: Tensor, x: Tensor, outputs: Tensor, inputs: Tensor, *conv: Any
+) -> Tensor:
+    return products.gradient_at(_conv(*conv), dy, x, outputs, inputs)
+
+
+def _linear_fake(
+    x: Tensor, values: Tensor, bias: Tensor | None, indptr: Tensor, *rest: Any
+) -> Tensor:
+    n_out = indptr.shape[0] - 1
+    return x.new_empty((x.shape[0], n_out)) if rest[-1] else x.new_empty((n_out, x.shape[0])).t()
+
+
+def _conv2d_fake(
+    x: Tensor, values: Tensor, bias: Tensor | None, indptr: Tensor, *rest: Any
+) -> Tensor:
+    size = _conv(*rest[4:]).output_size(x.shape[2], x.shape[3])
+    return x.new_empty((indptr.shape[0] - 1, *size, x.shape[0])).permute(3, 0, 1, 2)
+
+
+def _backward_fake(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    needs = rest[-1]
+    shape = (*x.shape[1:], x.shape[0])
+    dx = x.new_empty(shape).permute(-1, *range(x.dim() - 1))
+    return (
+        dx if needs[0] else x.new_empty(0),
+        values.new_empty(values.shape) if needs[1] else values.new_empty(0),
+        dy.new_empty(dy.shape[1]) if needs[2] else dy.new_empty(0),
+    )
+
+
+def _gradient_at_fake(dy: Tensor, x: Tensor, outputs: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty(outputs.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, values, _, *rest = inputs
+    ctx.save_for_backward(x, values, *rest[:5])
+    ctx.rest = rest[5:]
+
+
+def _needs(ctx: Any) -> list[bool]:
+    return list(ctx.needs_input_grad[:3])
+
+
+def _grads(ctx: Any, grads: tuple[Tensor, ...], total: int) -> tuple[Tensor | None, ...]:
+    kept = [g if need else None for g, need in zip(grads, _needs(ctx), strict=True)]
+    return (*kept, *[None] * (total - 3))
+
+
+def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, *topology = ctx.saved_tensors
+    grads = torch.ops.rewire.linear_backward(dy, x, values, *topology, _needs(ctx))
+    return _grads(ctx, grads, 9)
+
+
+def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, values, *topology = ctx.saved_tensors
+    grads = torch.ops.rewire.conv2d_backward(dy, x, values, *topology, *ctx.rest, _needs(ctx))
+    return _grads(ctx, grads, 12)
+
+
+def _define(name: str, schema: str, implementation: Any, fake: Any) -> None:
+    _library.define(f"{name}({schema}", tags=())
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"rewire::{name}", fake, lib=_library)
+
+
+_define(
+    "linear",
+    f"Tensor x, Tensor values, Tensor? bias, {_TOPOLOGY}, bool row_major) -> Tensor",
+    _linear_op,
+    _linear_fake,
+)
+_define(
+    "linear_backward",
+    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _linear_backward_op,
+    _backward_fake,
+)
+_define(
+    "linear_gradient_at",
+    "Tensor dy, Tensor x, Tensor outputs, Tensor inputs) -> Tensor",
+    _linear_gradient_at_op,
+    _gradient_at_fake,
+)
+_define(
+    "conv2d",
+    f"Tensor x, Tensor values, Tensor? bias, {_TOPOLOGY}, {_CONV}) -> Tensor",
+    _conv2d_op,
+    _conv2d_fake,
+)
+_define(
+    "conv2d_backward",
+    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, {_CONV}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    _conv2d_backward_op,
+    _backward_fake,
+)
+_define(
+    "conv2d_gradient_at",
+    f"Tensor dy, Tensor x, Tensor outputs, Tensor inputs, {_CONV}) -> Tensor",
+    _conv2d_gradient_at_op,
+    _gradient_at_fake,
+)
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor) -> Any:
+    raise RuntimeError("sparse layers have no second derivative")
+
+
+for _name in ("linear_backward", "conv2d_backward"):
+    torch.library.register_autograd(f"rewire::{_name}", _no_second_derivative, lib=_library)
+for _name, _rule in (("linear", _linear_autograd), ("conv2d", _conv2d_autograd)):
+    torch.library.register_autograd(f"rewire::{_name}", _rule, setup_context=_save, lib=_library)
+    for _device in ("cpu", "cuda"):
+        torch.library.register_autocast(f"rewire::{_name}", _device, torch.float32, lib=_library)

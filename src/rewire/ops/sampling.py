@@ -1,0 +1,312 @@
+"""Drawing, choosing and replacing connections, and unit statistics: kernels with their reference twins.
+
+Random words are those of Philox4x64-10, keyed by what they are for, so that nothing depends on threads
+or on the order of calls. Draw i of a stream takes words 2i (input unit) and 2i + 1 (output unit). Where
+there is no compiled kernel, numpy and torch compute the same bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rewire.ops import layout, native, products, reference
+from rewire.ops.reference import Convolution
+
+_LIMIT = 2**31 - 1
+_PRIME = 2**61 - 1
+_WORD = 2**64 - 1
+
+
+class Rows(NamedTuple):
+    """Connections by output unit, int32 on the CPU: the inputs of each, ascending."""
+
+    indptr: Tensor
+    indices: Tensor
+
+
+class Stream(NamedTuple):
+    """The name of a stream of random words."""
+
+    seed: int
+    purpose: int
+    step: int
+    layer: int
+
+    def words(self, count: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
+        """The first ``count`` words."""
+        return np.asarray(self._philox().random_raw(count))
+
+    def generator(self) -> np.random.Generator:
+        """A numpy generator on this stream."""
+        return np.random.Generator(self._philox())
+
+    def _philox(self) -> np.random.Philox:
+        key = [self.seed & _WORD, self.purpose]
+        return np.random.Philox(
+            key=np.array(key, dtype=np.uint64),
+            counter=np.array([0, self.layer, self.step, 0], dtype=np.uint64),
+        )
+
+    def _native(self) -> Any:
+        return native.module().Stream(self.seed & _WORD, self.purpose, self.step, self.layer)
+
+
+class Alias(NamedTuple):
+    """Vose's table: unit j where a 64-bit fraction is below ``threshold[j]``, else ``alias[j]``."""
+
+    threshold: Tensor  # uint64
+    alias: Tensor  # int32
+
+
+def alias_table(weights: Tensor) -> Alias | None:
+    """The table of the distribution in proportion to ``weights``, in O(n).
+
+    None, the uniform distribution, where the weights define no other: they are all zero, or their sum is
+    not finite.
+    """
+    given = weights.detach().to("cpu", torch.float64).contiguous()
+    total = float(given.sum())
+    if not 0 < total < float("inf"):
+        return None
+    n = given.numel()
+    table = Alias(torch.empty(n, dtype=torch.uint64), torch.empty(n, dtype=torch.int32))
+    if native.available():
+        native.module().alias(given.data_ptr(), n, table[0].data_ptr(), table[1].data_ptr())
+    else:
+        _vose(given.numpy(), table.threshold.numpy(), table.alias.numpy())
+    return table
+
+
+def _vose(weights: Any, threshold: Any, alias: Any) -> None:
+    n = len(weights)
+    share = (weights / np.cumsum(weights)[-1] * float(n)).tolist()
+    small = [i for i in range(n) if share[i] < 1]
+    large = [i for i in range(n) if not share[i] < 1]
+    while small and large:
+        s, most = small.pop(), large[-1]
+        threshold[s], alias[s] = int(share[s] * 2.0**64), most
+        share[most] = share[most] - (1 - share[s])
+        if share[most] < 1:
+            small.append(large.pop())
+    for i in (*small, *large):  # what rounding has left over
+        threshold[i], alias[i] = 0, i if weights[i] > 0 else int(np.argmax(weights))
+
+
+def draw(
+    stream: Stream,
+    draws: int,
+    n_in: int,
+    n_out: int,
+    active: Rows,
+    inputs: Alias | None = None,
+    outputs: Alias | None = None,
+) -> Rows:
+    """The distinct connections among so many independent draws that are not ``active``.
+
+    Args:
+        stream: where the randomness comes from.
+        draws: how many connections are drawn.
+        n_in, n_out: units on each side.
+        active: the connections to leave out.
+        inputs, outputs: distributions over the units of each side; uniform if None.
+    """
+    if draws > _LIMIT:
+        raise ValueError(f"at most {_LIMIT:,} connections are drawn at once, got {draws:,}")
+    if not native.available():
+        return _draw(stream, draws, n_in, n_out, active, inputs, outputs)
+    rows = Rows(native.integers(n_out + 1), native.integers(draws))
+    kept = native.module().draw(
+        *(stream._native(), draws, n_in, n_out),
+        *map(native.address, (*(inputs or _UNIFORM), *(outputs or _UNIFORM))),
+        *(t.data_ptr() for t in (*active, *rows)),
+        native.threads(),
+    )
+    return Rows(rows.indptr, native.integers(kept).copy_(rows.indices[:kept]))
+
+
+_UNIFORM: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+def _draw(
+    stream: Stream,
+    draws: int,
+    n_in: int,
+    n_out: int,
+    active: Rows,
+    inputs: Alias | None,
+    outputs: Alias | None,
+) -> Rows:
+    words = stream.words(2 * draws)
+    keys = _pick(words[1::2], n_out, outputs) * n_in + _pick(words[::2], n_in, inputs)
+    keys = np.setdiff1d(keys, _keys(active, n_in).numpy())  # sorted and distinct
+    return _rows(torch.from_numpy(keys), n_in, n_out)
+
+
+def _pick(words: Any, n: int, table: Alias | None) -> Any:
+    """The high word of ``word * n`` is a column, the low one a fraction of it."""
+    size, half = np.uint64(n), np.uint64(32)
+    high, low = (words >> half) * size, (words & np.uint64(2**32 - 1)) * size
+    columns = ((high + (low >> half)) >> half).astype(np.int64)
+    if table is None:
+        return columns
+    fraction = (high << half) + low
+    taken = fraction < table.threshold.numpy()[columns]
+    return np.where(taken, columns, table.alias.numpy()[columns].astype(np.int64))
+
+
+def _keys(rows: Rows, n_in: int) -> Tensor:
+    return reference.rows_of(rows.indptr) * n_in + rows.indices
+
+
+def _rows(keys: Tensor, n_in: int, n_out: int) -> Rows:
+    """From ascending keys."""
+    outputs = torch.div(keys, max(n_in, 1), rounding_mode="floor")
+    indptr = torch.zeros(n_out + 1, dtype=torch.int32)
+    indptr[1:] = torch.bincount(outputs, minlength=n_out).cumsum(0)
+    return Rows(indptr, (keys - outputs * n_in).int())
+
+
+def complement(active: Rows, n_in: int, n_out: int) -> Rows:
+    """All connections that are not ``active``, in O(n_in * n_out): for layers that are mostly full."""
+    count = n_in * n_out - active.indices.numel()
+    if count > _LIMIT:
+        raise ValueError(
+            f"{count:,} inactive connections are too many to list; ask for a smaller subset"
+        )
+    if native.available():
+        rows = Rows(native.integers(n_out + 1), native.integers(count))
+        native.module().complement(
+            *(*(t.data_ptr() for t in active), n_in, n_out),
+            *(*(t.data_ptr() for t in rows), native.threads()),
+        )
+        return rows
+    inactive = torch.ones(n_in * n_out, dtype=torch.bool)
+    inactive[_keys(active, n_in)] = False
+    return _rows(inactive.nonzero().flatten(), n_in, n_out)
+
+
+def replace(
+    active: Rows, pruned: Tensor, subset: Rows, grown: Tensor, n_in: int
+) -> tuple[Rows, Tensor]:
+    """``active`` without ``pruned`` and with the ``grown`` of ``subset`` (both boolean masks).
+
+    Returns:
+        The connections, and for each where it stood among ``active``, -1 if it is grown (int32).
+    """
+    n_out = active.indptr.numel() - 1
+    pruned, grown = pruned.contiguous(), grown.contiguous()
+    if native.available():
+        count = int((~pruned).sum()) + int(grown.sum())
+        rows = Rows(native.integers(n_out + 1), native.integers(count))
+        source = native.integers(count)
+        native.module().replace(
+            *(active.indptr.data_ptr(), active.indices.data_ptr(), pruned.data_ptr()),
+            *(subset.indptr.data_ptr(), subset.indices.data_ptr(), grown.data_ptr(), n_out),
+            *(rows.indptr.data_ptr(), rows.indices.data_ptr(), source.data_ptr()),
+            native.threads(),
+        )
+        return rows, source
+    kept = (~pruned).nonzero().flatten()
+    new = _keys(subset, n_in)[grown]
+    keys = torch.cat([_keys(active, n_in)[kept], new])
+    keys, order = keys.sort()
+    source = torch.cat([kept, torch.full_like(new, -1)])[order].int()
+    return _rows(keys, n_in, n_out), source
+
+
+def select(scores: Tensor, count: int, largest: bool = True) -> Tensor:
+    """A mask of the ``count`` largest (or smallest) scores, in linear time.
+
+    Equal scores are taken in the order of their place; NaN is below everything.
+    """
+    scores = scores.detach().contiguous()
+    if scores.dtype not in native.KERNEL_DTYPES:
+        scores = scores.float()
+    chosen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    n = scores.numel()
+    if count <= 0 or count >= n:
+        return chosen.fill_(count > 0)
+    kernels = native.kernels(scores)
+    if kernels is not None:
+        kernels.select(scores.data_ptr(), n, count, largest, chosen.data_ptr(), native.threads())
+        return chosen
+    scores = torch.nan_to_num(scores, float("-inf"), float("inf"), float("-inf"))
+    scores = -scores if largest else scores
+    limit = scores.kthvalue(count).values
+    chosen = scores < limit
+    ties = (scores == limit).nonzero().flatten()
+    chosen[ties[: count - int(chosen.sum())]] = True
+    return chosen
+
+
+def signs(
+    stream: Stream, samples: int, positions: tuple[int, ...], like: Tensor, first: int = 0
+) -> Tensor:
+    """Random signs, (samples, 1, *positions), batch-last, of the type and device of ``like``.
+
+    They are 4-wise independent, and depend on the number of a sample in the whole batch, which is
+    ``first`` for the first of these.
+    """
+    count = int(np.prod(positions, dtype=np.int64))
+    dtype = like.dtype if like.dtype in native.KERNEL_DTYPES else torch.float32
+    out = torch.empty((count, samples), dtype=dtype)
+    if native.available() and out.numel():
+        kernels = native.kernels(out)
+        assert kernels is not None
+        kernels.signs(
+            *(stream._native(), first, samples, count, out.data_ptr(), native.threads()),
+        )
+    else:
+        coefficients = [int(word) % _PRIME for word in stream.words(4)]
+        samples_, positions_ = np.arange(first, first + samples), np.arange(count)
+        at = (samples_[None].astype(object) * count + positions_[:, None]) % _PRIME
+        value = np.full(at.shape, coefficients[3], dtype=object)
+        for coefficient in coefficients[2::-1]:
+            value = (value * at + coefficient) % _PRIME
+        out = torch.from_numpy(((value & 1) * 2 - 1).astype(np.float64)).to(dtype)
+    out = out.to(like.device, like.dtype).view(*positions, 1, samples)
+    return out.movedim((-1, -2), (0, 1))
+
+
+def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tensor:
+    """The weight gradient at connections that are given by output unit."""
+    products.check_gradient(conv, dy, x, rows.indptr.numel() - 1)
+    kernels = native.kernels(x)
+    if kernels is None:
+        outputs, inputs = reference.rows_of(rows.indptr), rows.indices.long()
+        image, dy = products.image(x), products.image(dy)
+        return reference.weight_gradient(conv, dy, image, outputs.to(x.device), inputs.to(x.device))
+    grad = torch.zeros(rows.indices.numel(), dtype=x.dtype)
+    x, dy = layout.to_batch_last(x), layout.to_batch_last(dy)
+    if dy.numel() and grad.numel():
+        geometry, _ = products.geometry_of(conv, tuple(x.shape), dy.shape[1])
+        kernels.weight_gradient(
+            *(geometry, rows.indptr.data_ptr(), rows.indices.data_ptr()),
+            *(x.data_ptr(), dy.data_ptr(), grad.data_ptr(), native.threads()),
+        )
+    return grad
+
+
+def unit_sums(conv: Convolution, dy: Tensor, x: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
+    """Sums over samples and output positions of ``signs * x`` for every input unit, and of
+    ``signs * dy`` for every output unit; ``signs`` is (batch, 1, ...) as ``dy`` is (batch, out, ...).
+
+    The first is the weight gradient of an output unit whose own gradient is ``signs``, so that no
+    patches of the input are ever written out.
+    """
+    n_in = x.shape[1] * conv.kernel[0] * conv.kernel[1]
+    every = Rows(torch.tensor([0, n_in], dtype=torch.int32), torch.arange(n_in, dtype=torch.int32))
+    inputs = gradient_over(conv, signs, x, every)
+    signed = layout.to_batch_last(layout.to_batch_last(dy) * signs)
+    kernels, n_out = native.kernels(dy), dy.shape[1]
+    if kernels is None or dy.numel() == 0:
+        return inputs, signed.transpose(0, 1).flatten(1).sum(1)
+    outputs = torch.empty(n_out, dtype=dy.dtype)
+    kernels.row_sums(
+        signed.data_ptr(), n_out, dy.numel() // n_out, outputs.data_ptr(), native.threads()
+    )
+    return inputs, outputs
