@@ -169,6 +169,9 @@ void define(nb::module_& m) {
     m.def("select", [](Address scores, int64_t n, int64_t k, bool largest, Address chosen, int threads) {
         select<T>(at<T>(scores), n, k, largest, at<uint8_t>(chosen), threads);
     }, free);
+    m.def("unit_sums", [](Address x, Address signs, int64_t rows, int64_t len, Address sums, int threads) {
+        unit_sums<T>(at<T>(x), at<T>(signs), rows, len, at<T>(sums), threads);
+    }, free);
     m.def("signs", [](const Stream& stream, int64_t first, int64_t samples, int64_t positions, Address out,
                       int threads) {
         signs<T>(stream, first, samples, positions, at<T>(out), threads);

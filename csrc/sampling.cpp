@@ -365,6 +365,30 @@ void signs(const Stream& stream, int64_t first, int64_t samples, int64_t positio
            });
 }
 
+template <class T>
+void unit_sums(const T* x, const T* signs, int64_t rows, int64_t len, T* sums, int threads) {
+    constexpr int64_t kLanes = 16;
+    pieces(rows, std::max<int64_t>(1, (1 << 15) / std::max<int64_t>(1, len)), worth(rows * len, threads),
+           [&](int64_t begin, int64_t end) {
+               for (int64_t r = begin; r < end; r++) {
+                   const T* row = x + r * len;
+                   double lane[kLanes] = {0}, total = 0;
+                   int64_t i = 0;
+                   if (signs)
+                       for (; i + kLanes <= len; i += kLanes)
+                           for (int64_t j = 0; j < kLanes; j++) lane[j] += double(row[i + j] * signs[i + j]);
+                   else
+                       for (; i + kLanes <= len; i += kLanes)
+                           for (int64_t j = 0; j < kLanes; j++) lane[j] += double(std::abs(row[i + j]));
+                   for (; i < len; i++) total += double(signs ? row[i] * signs[i] : std::abs(row[i]));
+                   for (const double part : lane) total += part;
+                   sums[r] = T(total);
+               }
+           });
+}
+
+template void unit_sums<float>(const float*, const float*, int64_t, int64_t, float*, int);
+template void unit_sums<double>(const double*, const double*, int64_t, int64_t, double*, int);
 template void select<float>(const float*, int64_t, int64_t, bool, uint8_t*, int);
 template void select<double>(const double*, int64_t, int64_t, bool, uint8_t*, int);
 template void signs<float>(const Stream&, int64_t, int64_t, int64_t, float*, int);

@@ -51,4 +51,8 @@ void select(const T* scores, int64_t n, int64_t k, bool largest, uint8_t* chosen
 template <class T>
 void signs(const Stream&, int64_t first, int64_t samples, int64_t positions, T* out, int threads);
 
+// sums[r] = sum over row r of signs * x, or of |x| if signs is null
+template <class T>
+void unit_sums(const T* x, const T* signs, int64_t rows, int64_t len, T* sums, int threads);
+
 }  // namespace rewire

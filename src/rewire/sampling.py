@@ -50,9 +50,7 @@ def uniform(batch: Batch, stream: Stream) -> Weights:
 
 def grabo(batch: Batch, stream: Stream) -> Weights:
     """An upper bound of the gradient's magnitude: ``|h| 1`` and ``|delta| 1``."""
-    conv, x, dy = batch
-    ones = dy.new_ones((dy.shape[0], 1, *dy.shape[2:]))
-    return sampling.unit_sums(conv, dy.abs(), x.abs(), ones)
+    return sampling.unit_sums(batch.conv, batch.dy, batch.x)
 
 
 def graest(batch: Batch, stream: Stream) -> Weights:

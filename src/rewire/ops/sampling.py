@@ -291,22 +291,40 @@ def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tenso
     return grad
 
 
-def unit_sums(conv: Convolution, dy: Tensor, x: Tensor, signs: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums over samples and output positions of ``signs * x`` for every input unit, and of
-    ``signs * dy`` for every output unit; ``signs`` is (batch, 1, ...) as ``dy`` is (batch, out, ...).
+def unit_sums(
+    conv: Convolution, dy: Tensor, x: Tensor, signs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Sums over samples and output positions of ``signs * x`` for every input unit and of ``signs * dy``
+    for every output unit, or of ``|x|`` and ``|dy|``; ``signs`` is (batch, 1, ...) as ``dy`` is.
 
-    The first is the weight gradient of an output unit whose own gradient is ``signs``, so that no
-    patches of the input are ever written out.
+    Patches of an image are never written out: their sums are the weight gradient of an output unit
+    whose own gradient is ``signs``.
     """
+    kernels = native.kernels(x)
     n_in = x.shape[1] * conv.kernel[0] * conv.kernel[1]
     every = Rows(torch.tensor([0, n_in], dtype=torch.int32), torch.arange(n_in, dtype=torch.int32))
-    inputs = gradient_over(conv, signs, x, every)
-    signed = layout.to_batch_last(layout.to_batch_last(dy) * signs)
-    kernels, n_out = native.kernels(dy), dy.shape[1]
-    if kernels is None or dy.numel() == 0:
-        return inputs, signed.transpose(0, 1).flatten(1).sum(1)
-    outputs = torch.empty(n_out, dtype=dy.dtype)
-    kernels.row_sums(
-        signed.data_ptr(), n_out, dy.numel() // n_out, outputs.data_ptr(), native.threads()
-    )
-    return inputs, outputs
+    if kernels is None:
+        if signs is None:
+            dy, x, signs = dy.abs(), x.abs(), dy.new_ones((dy.shape[0], 1, *dy.shape[2:]))
+        outputs = (dy * signs).transpose(0, 1).flatten(1).sum(1)
+        return gradient_over(conv, signs, x, every), outputs
+    x, dy = layout.to_batch_last(x), layout.to_batch_last(dy)
+    outputs = _row_sums(kernels, dy, dy.shape[1], signs)
+    if x.dim() == 2:
+        return _row_sums(kernels, x, n_in, signs), outputs
+    if signs is None:  # samples first: one image is left
+        image = tuple(x.shape[1:])
+        x = _row_sums(kernels, x, x[0].numel(), None).view(1, *image)
+        signs = dy.new_ones((1, 1, *dy.shape[2:]))
+    return gradient_over(conv, signs, x, every), outputs
+
+
+def _row_sums(kernels: Any, x: Tensor, rows: int, signs: Tensor | None) -> Tensor:
+    """Of batch-last memory cut into so many rows."""
+    sums = torch.zeros(rows, dtype=x.dtype)
+    if x.numel():
+        kernels.unit_sums(
+            *(x.data_ptr(), native.address(signs), rows, x.numel() // rows),
+            *(sums.data_ptr(), native.threads()),
+        )
+    return sums
