@@ -1,19 +1,22 @@
 """Data sets, and batches of them in a reproducible order."""
 
-from rewire.data import digits
+from rewire.data.decode import open_images
+from rewire.data.folder import ImageFiles
 from rewire.data.loader import Loader
+from rewire.data.places import DataError
+from rewire.data.sources import NAMES, find, get, load
 from rewire.data.splits import Dataset, Images, Split
 
-__all__ = ["Dataset", "Images", "Loader", "Split", "load"]
-
-
-def load(name: str = "digits") -> Dataset:
-    """The data set called ``name``.
-
-    Example:
-        >>> load("digits").shape
-        (1, 8, 8)
-    """
-    if name != "digits":
-        raise ValueError(f"there is no data set {name!r}; choose digits")
-    return digits.read()
+__all__ = [
+    "NAMES",
+    "DataError",
+    "Dataset",
+    "ImageFiles",
+    "Images",
+    "Loader",
+    "Split",
+    "find",
+    "get",
+    "load",
+    "open_images",
+]
