@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -224,6 +225,20 @@ def test_resuming_gives_the_same_batches(after: int) -> None:
     resumed.load_state_dict(interrupted.state_dict())
     assert_same(seen + steps(resumed), expected)
     assert resumed.state_dict() == {**interrupted.state_dict(), "epoch": 3, "batch": 0}
+
+
+def test_resuming_again_after_every_batch() -> None:
+    whole = Loader(some_images(), 8, train=True)
+    expected = [batch for _ in range(2) for batch in whole]
+    seen: list[Batch] = []
+    state = Loader(some_images(), 8, train=True).state_dict()
+    for _ in range(2 * (6 + 1)):  # the batches of two epochs, and their ends
+        loader = Loader(some_images(), 8, train=True)
+        loader.load_state_dict(state)
+        seen += islice(loader, 1)
+        state = loader.state_dict()
+    assert_same(seen, expected)
+    assert (state["epoch"], state["batch"]) == (2, 0)
 
 
 def test_after_the_last_batch_the_epoch_still_has_to_end() -> None:

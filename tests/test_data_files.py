@@ -230,18 +230,24 @@ def test_damaged_cifar(tmp_path: Path, change: Callable[[Path], None], why: str)
     assert "rewire data get cifar10" in str(caught.value)
 
 
-@pytest.mark.parametrize("damage", ["half", "changed", "other", "empty"])
+@pytest.mark.parametrize("damage", ["half", "one pixel", "no end", "other", "empty"])
 def test_damaged_archives(tmp_path: Path, damage: str) -> None:
-    archive = pack(CIFAR10, write_cifar(CIFAR10, tmp_path / "a"), tmp_path / CIFAR10.archive)
-    content = bytearray(archive.read_bytes())
-    content[len(content) // 2] ^= 0xFF
+    folder = write_cifar(CIFAR10, tmp_path / "a")
+    images = np.full((4, 3072), 7, np.uint8)
+    rewrite(folder, data=images)
+    with tarfile.open(tmp_path / CIFAR10.archive, "w:gz", compresslevel=0) as tar:
+        tar.add(folder, CIFAR10.folder)  # not compressed: only the checksum can tell
+    content = (tmp_path / CIFAR10.archive).read_bytes()
+    assert content.count(bytes(images[0, :100])) > 0
     damaged = {
         "half": content[: len(content) // 2],
-        "changed": content,
+        "one pixel": content.replace(bytes(images[0, :100]), bytes(99) + b"\7", 1),
+        "no end": content[:-8],
         "other": b"<html>404</html>",
         "empty": b"",
     }
-    archive.write_bytes(damaged[damage])
+    assert len(data.load("cifar10", tmp_path).train) == 20
+    (tmp_path / CIFAR10.archive).write_bytes(damaged[damage])
     with pytest.raises(DataError, match="is damaged"):
         data.load("cifar10", tmp_path)
 

@@ -5,6 +5,7 @@ A. Krizhevsky. Learning Multiple Layers of Features from Tiny Images. 2009.
 
 from __future__ import annotations
 
+import gzip
 import os
 import pickle
 import shutil
@@ -119,14 +120,17 @@ def _contents(path: Path, folder: str, wanted: set[str]) -> Iterator[tuple[str, 
                 _check_size(name, (path / name).stat().st_size)
                 yield name, (path / name).read_bytes()
         return
-    with tarfile.open(path) as archive:
-        for member in archive:
-            parent, name = os.path.split(os.path.normpath(member.name))
-            if parent == folder and name in wanted and member.isfile():
-                _check_size(name, member.size)
-                file = archive.extractfile(member)
-                assert file is not None
-                yield name, file.read()
+    with gzip.open(path) as stream:
+        with tarfile.open(fileobj=stream) as archive:
+            for member in archive:
+                parent, name = os.path.split(os.path.normpath(member.name))
+                if parent == folder and name in wanted and member.isfile():
+                    _check_size(name, member.size)
+                    file = archive.extractfile(member)
+                    assert file is not None
+                    yield name, file.read()
+        while stream.read(1 << 20):  # an archive ends before its checksum, which is looked at last
+            pass
 
 
 def _check_size(name: str, size: int) -> None:
