@@ -8,6 +8,7 @@ import typer
 
 import rewire
 from rewire.bench.cli import app as bench
+from rewire.data.cli import app as data
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,6 +19,7 @@ app = typer.Typer(
     epilog="Example: `rewire bench layers --quick`",
 )
 app.add_typer(bench, name="bench")
+app.add_typer(data, name="data")
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,0 +1,116 @@
+"""Image files to arrays of one size: decoding, resizing and cropping, one image at a time."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal, get_args
+
+import numpy as np
+from torch import Tensor
+
+from rewire.data.augment import Draws, Pixels, normalise
+from rewire.data.places import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+Crop = Literal["area", "plain"]
+"""How a training image is cut out: a random part of it resized, or a random square at test size."""
+
+TRIES = 10  # at a random area that fits
+CROP_DRAWS = 2 * TRIES + 3
+MARGIN = 256 / 224  # shorter side to crop, as in the paper
+
+
+def decode(
+    path: str,
+    channels: int,
+    size: int,
+    draws: Draws | None = None,
+    crop: Crop = "area",
+    margin: float = MARGIN,
+) -> Pixels:
+    """The image in a file, cropped to a square, uint8 (channels, size, size).
+
+    Without ``draws`` it is the centre, after the shorter side was resized to ``margin * size``.
+    """
+    from PIL import Image
+
+    try:
+        with Image.open(path) as file:
+            image = file.convert("L" if channels == 1 else "RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise DataError(f"{path} cannot be read as an image: {error}") from error
+    if draws is not None and crop == "area":
+        image = image.crop(area_box(*image.size, draws))
+        image = image.resize((size, size), Image.Resampling.BILINEAR)
+    else:
+        image = _resize_shorter(image, round(margin * size))
+        spare = [side - size for side in image.size]
+        if draws is None:
+            left, top = (round(extra / 2) for extra in spare)
+        else:
+            left, top = (int(u * (n + 1)) for u, n in zip(draws[-3:-1], spare, strict=True))
+        image = image.crop((left, top, left + size, top + size))
+    pixels = np.asarray(image)
+    if draws is not None and draws[-1] < 0.5:
+        pixels = pixels[:, ::-1]
+    return pixels.reshape(size, size, channels).transpose(2, 0, 1)
+
+
+def _resize_shorter(image: Image.Image, size: int) -> Image.Image:
+    from PIL import Image
+
+    width, height = image.size
+    shorter = min(width, height)
+    new = (size * width // shorter, size * height // shorter)
+    return image.resize(new, Image.Resampling.BILINEAR)
+
+
+def area_box(width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:
+    """A random part of an image, 8 to 100 % of its area and 3/4 to 4/3 as wide as high.
+
+    The first of some tries that fits in; if none does, the centre in a shape within these bounds.
+    """
+    low, high = 3 / 4, 4 / 3
+    for u, v in draws[: 2 * TRIES].reshape(-1, 2):
+        area = width * height * (0.08 + 0.92 * u)
+        ratio = math.exp(math.log(low) + (math.log(high) - math.log(low)) * v)
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(draws[-3] * (width - w + 1))
+            top = int(draws[-2] * (height - h + 1))
+            return left, top, left + w, top + h
+    w = min(width, max(1, round(height * high)))
+    h = min(height, max(1, round(width / low)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def check_crop(crop: str) -> None:
+    if crop not in get_args(Crop):
+        raise ValueError(f"crop must be one of {', '.join(get_args(Crop))}, got {crop!r}")
+
+
+def open_images(
+    paths: Sequence[str | os.PathLike[str]],
+    shape: tuple[int, int, int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    margin: float = 1.0,
+) -> Tensor:
+    """Image files of any size as a model that was trained on ``shape`` expects them.
+
+    Args:
+        paths: the files.
+        shape: channels, height and width; images are square.
+        mean, std: of every channel, as in the :class:`~rewire.data.Split` of the training.
+        margin: how much longer than the crop the shorter side is, ``MARGIN`` for folders of images.
+    """
+    channels, height, width = shape
+    if height != width:
+        raise ValueError(f"images must be square, got {height}x{width}")
+    images = [decode(os.fspath(p), channels, height, margin=margin) for p in paths]
+    return normalise(np.stack(images), mean, std)
