@@ -11,6 +11,7 @@
 
 #include "channels.h"
 #include "layers.h"
+#include "limits.h"
 #include "memory.h"
 #include "parallel.h"
 #include "sampling.h"
@@ -190,6 +191,8 @@ NB_MODULE(_native, m) {
     m.def("use", &use);
     m.def("shares_torch_threads", &shares_torch_threads);
     m.def("empty_cache", &empty_cache);
+    m.def("read_rate", [](int64_t bytes, int threads) { return read_rate(table<float>(), bytes, threads); },
+          nb::call_guard<nb::gil_scoped_release>());
     m.def("first_bad_row", &first_bad_row, nb::call_guard<nb::gil_scoped_release>());
     m.def("by_input", [](Address ptr, Address indices, int64_t in_channels, int64_t out_channels, int64_t taps,
                          Address to_ptr, Address to_outputs, Address to_order, int threads) {

@@ -6,6 +6,7 @@
 #include "transpose.inl"
 #include "norm.inl"
 #include "pool.inl"
+#include "limits.inl"
 
 namespace rewire::REWIRE_ISA {
 
@@ -15,7 +16,8 @@ constexpr Table<T> table() {
             sum<T>,           dots<T>,
             copy<T>,          read<T>,
             transpose<T>,
-            total<T>,         variation<T>,
+            total<T>,         read_pieces<T>,
+            variation<T>,
             normalize<T>,     norm_sums<T>,
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,

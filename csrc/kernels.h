@@ -108,6 +108,7 @@ struct Table {
                  int64_t count, int64_t len);
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
     double (*total)(const T* x, int64_t len);
+    double (*read_pieces)(const T* from, const int32_t* order, int64_t count);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
     // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x)

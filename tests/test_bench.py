@@ -16,7 +16,8 @@ from torch import nn
 from typer.testing import CliRunner
 
 import rewire
-from rewire.bench import layers, machine, peers, show, step, timing, workloads
+from rewire import ops
+from rewire.bench import layers, limits, machine, peers, show, step, timing, workloads
 from rewire.bench.case import CSR, DENSE, FORWARD, OURS, TRAINING, Case, Functions, Result
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
@@ -308,3 +309,15 @@ def test_a_busy_machine_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_geometric_means() -> None:
     assert show.geometric_mean([]) is None
     assert math.isclose(show.geometric_mean([1.0, 4.0, 16.0]) or 0, 4)
+
+
+@pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
+def test_what_memory_allows() -> None:
+    """Fewer connections allow more, down to what activations alone take."""
+    shape = workloads.ConvShape(16, 16, 8)
+    seconds = [limits.convolution(shape, sparsity, 32, 1) for sparsity in (0.0, 0.5, 0.99, 0.999)]
+    assert all(second is not None and second > 0 for second in seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[2] == seconds[3]
+    chain, layer = (limits.linear(256, 0.9, 64, count) for count in (4, 1))
+    assert chain == pytest.approx(4 * layer)

@@ -33,6 +33,7 @@ class Result:
         csr_ms: torch.sparse's, where it was timed.
         peers: the times of other libraries that are installed.
         ratio: how many times faster than dense.
+        least_ms: what ours would take if nothing but its reads and writes of memory took time.
     """
 
     kind: str
@@ -46,6 +47,7 @@ class Result:
     csr_ms: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
     ratio: float | None = None
+    least_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Case:
         modes: how it is run.
         groups: builds what is timed, one mode after the other, and yields it; nothing is built, and
             no memory taken, before the case runs.
+        least: seconds that the memory alone takes when training, if that is known.
     """
 
     kind: str
@@ -65,6 +68,7 @@ class Case:
     batch: int
     modes: tuple[str, ...]
     groups: Callable[[], Groups]
+    least: Callable[[], float | None] = lambda: None
 
     @property
     def label(self) -> str:
@@ -95,6 +99,7 @@ class Case:
         ours, _ = fastest.pop(OURS)
         dense, dense_format = fastest.pop(DENSE, (None, None))
         csr, _ = fastest.pop(CSR, (None, None))
+        least = self.least() if mode == TRAINING else None
         return Result(
             *(self.kind, self.shape, self.sparsity, self.batch, mode),
             ours_ms=ours,
@@ -103,4 +108,5 @@ class Case:
             csr_ms=csr,
             peers={who: milliseconds for who, (milliseconds, _) in fastest.items()},
             ratio=None if dense is None else dense / ours,
+            least_ms=None if least is None else 1e3 * least,
         )

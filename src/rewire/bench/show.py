@@ -99,7 +99,8 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     others = list(dict.fromkeys(name for result in results for name in _others(result)))
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column(what, no_wrap=True)
-    for name in ("sparsity", "ours", "dense", "speed-up"):
+    bounded = any(result.least_ms is not None for result in results)
+    for name in ("sparsity", "ours", "dense", "speed-up", *(["memory allows"] if bounded else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
@@ -117,22 +118,35 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
             _ms(result.ours_ms),
             "does not fit" if result.dense_ms is None else _ms(result.dense_ms),
             _highlighted(result.ratio),
+            *([_times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
         )
         last = result.shape
     if len({result.shape for result in results}) > 1:
         table.add_section()
-        for row in _means(results, others):
+        for row in _means(results, others, bounded):
             table.add_row(*row)
     return table
 
 
-def _means(results: Sequence[Result], others: Sequence[str]) -> Iterable[tuple[str | Text, ...]]:
+def _allowed(result: Result) -> float | None:
+    """How many times faster than dense, if only memory took time."""
+    if result.dense_ms is None or not result.least_ms:
+        return None
+    return result.dense_ms / result.least_ms
+
+
+def _means(
+    results: Sequence[Result], others: Sequence[str], bounded: bool
+) -> Iterable[tuple[str | Text, ...]]:
     """For each sparsity the geometric mean over the shapes, of the ratio to each of the others."""
     for index, sparsity in enumerate(dict.fromkeys(result.sparsity for result in results)):
         mine = [result for result in results if result.sparsity == sparsity]
         dense = geometric_mean([result.ratio for result in mine if result.ratio is not None])
-        cells = [_highlighted(dense)]
+        cells: list[str | Text] = [_highlighted(dense)]
+        if bounded:
+            allowed = [ratio for result in mine if (ratio := _allowed(result)) is not None]
+            cells.append(_times(geometric_mean(allowed)))
         for name in others:
             found = [(r.ours_ms, _others(r)[name]) for r in mine if name in _others(r)]
             cells.append(_highlighted(geometric_mean([theirs / ours for ours, theirs in found])))
