@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from rewire.ops import channels, layout
+from rewire.ops import channels, layout, recording
 from rewire.ops.channels import Norm
 
 Moments = tuple[Tensor, Tensor]  # mean and variance by channel
@@ -232,7 +232,7 @@ def promise(
 
     state = _State(reads, compute, add, activated, measure, norm)
     linked = grad and any(tensor.requires_grad for tensor in reads)
-    pending = _Link.apply(make, state, *reads) if linked else make()  # type: ignore[no-untyped-call]
+    pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
     mode = active()
     if mode is not None:

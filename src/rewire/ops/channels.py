@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.ops import layout, native
+from rewire.ops import layout, native, recording
 
 
 def _apply(function: Any, *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
+    result: Tensor = recording.apply(function, *args)
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.ops import channels, layout, products
+from rewire.ops import channels, layout, products, recording
 from rewire.ops.channels import Norm
 from rewire.ops.products import LINEAR, Moments
 from rewire.ops.reference import Convolution
@@ -89,8 +89,8 @@ def _product(
     row_major, relu, moments, norm, _ = extras
     if wanted and torch.is_grad_enabled():
         affine = (None, None) if norm is None else norm[:2]
-        result: Tensor = _Product.apply(  # type: ignore[no-untyped-call]
-            x, values, bias, *affine, topology, conv, extras
+        result: Tensor = recording.apply(
+            _Product, x, values, bias, *affine, topology, conv, extras
         )
         return result
     y = products.forward(
