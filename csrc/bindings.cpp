@@ -169,6 +169,9 @@ void define(nb::module_& m) {
     m.def("select", [](Address scores, int64_t n, int64_t k, bool largest, Address chosen, int threads) {
         select<T>(at<T>(scores), n, k, largest, at<uint8_t>(chosen), threads);
     }, free);
+    m.def("follow", [](Address x, Address source, int64_t n, double fresh, Address out, int threads) {
+        follow<T>(at<T>(x), at<int32_t>(source), n, T(fresh), at<T>(out), threads);
+    }, free);
     m.def("unit_sums", [](Address x, Address signs, int64_t rows, int64_t len, Address sums, int threads) {
         unit_sums<T>(at<T>(x), at<T>(signs), rows, len, at<T>(sums), threads);
     }, free);
@@ -189,9 +192,9 @@ NB_MODULE(_native, m) {
     m.def("empty_cache", &empty_cache);
     m.def("first_bad_row", &first_bad_row, nb::call_guard<nb::gil_scoped_release>());
     m.def("by_input", [](Address ptr, Address indices, int64_t in_channels, int64_t out_channels, int64_t taps,
-                         Address to_ptr, Address to_outputs, Address to_order) {
+                         Address to_ptr, Address to_outputs, Address to_order, int threads) {
         by_input({at<int32_t>(ptr), at<int32_t>(indices)}, in_channels, out_channels, taps, at<int32_t>(to_ptr),
-                 at<int32_t>(to_outputs), at<int32_t>(to_order));
+                 at<int32_t>(to_outputs), at<int32_t>(to_order), threads);
     }, nb::call_guard<nb::gil_scoped_release>());
 
     m.def("alias", [](Address weights, int64_t n, Address threshold, Address alias) {

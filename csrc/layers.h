@@ -76,6 +76,6 @@ void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out,
 
 // The same connections in the other order, by counting.
 void by_input(const ByOutput&, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
-              int32_t* outputs, int32_t* order);
+              int32_t* outputs, int32_t* order, int threads);
 
 }  // namespace rewire

@@ -166,7 +166,8 @@ int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, c
     std::fill(ptr, ptr + n_out + 1, 0);
     if (draws == 0) return 0;
     threads = worth(draws, threads);
-    Scratch<int32_t> input(draws), output(draws), bucket(draws);
+    int32_t* input = indices;  // until it holds the result
+    Scratch<int32_t> output(draws), bucket(draws);
     pieces(draws, 1 << 14, threads, [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i += 2) {
             const Words words = philox(stream, uint64_t(i / 2));
@@ -178,7 +179,7 @@ int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, c
     });
 
     // By output unit: each part of the draws counts, and then fills, its own places.
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(8, draws / n_out));
+    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(4, draws / n_out));
     const int64_t part = (draws + parts - 1) / parts;
     Scratch<int32_t> next(parts * n_out);
     parallel_for(parts, threads, [&](int64_t p) {
@@ -260,6 +261,13 @@ void replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subs
                 old ? a++ : s++;
             }
         }
+    });
+}
+
+template <class T>
+void follow(const T* x, const int32_t* source, int64_t n, T fresh, T* out, int threads) {
+    pieces(n, 1 << 16, worth(n, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t e = begin; e < end; e++) out[e] = source[e] < 0 ? fresh : x[source[e]];
     });
 }
 
@@ -387,6 +395,8 @@ void unit_sums(const T* x, const T* signs, int64_t rows, int64_t len, T* sums, i
            });
 }
 
+template void follow<float>(const float*, const int32_t*, int64_t, float, float*, int);
+template void follow<double>(const double*, const int32_t*, int64_t, double, double*, int);
 template void unit_sums<float>(const float*, const float*, int64_t, int64_t, float*, int);
 template void unit_sums<double>(const double*, const double*, int64_t, int64_t, double*, int);
 template void select<float>(const float*, int64_t, int64_t, bool, uint8_t*, int);

@@ -36,6 +36,10 @@ void complement(const ByOutput& active, int64_t n_in, int64_t n_out, int32_t* pt
 void replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subset, const uint8_t* grown,
              int64_t n_out, int32_t* ptr, int32_t* indices, int32_t* source, int threads);
 
+// out[e] = x[source[e]], or `fresh` where that is -1
+template <class T>
+void follow(const T* x, const int32_t* source, int64_t n, T fresh, T* out, int threads);
+
 // Connections as output * n_in + input, those with chosen[e] alone unless that is null:
 // sets their bits, and returns how many were not set before;
 int64_t mark(const ByOutput&, const uint8_t* chosen, int64_t n_in, int64_t n_out, uint8_t* bits);

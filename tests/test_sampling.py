@@ -18,6 +18,7 @@ from rewire.ops import Convolution, native
 from rewire.ops import sampling as kernels
 from rewire.ops.counting import Counter
 from rewire.ops.sampling import Alias, Stream
+from rewire.ops.topology import build
 from rewire.sampling import Batch
 
 STREAM = Stream(seed=7, purpose=sampling.DRAWS, step=3, layer=1)
@@ -275,6 +276,24 @@ def test_replace(a: Connections, seed: int) -> None:
     old = source >= 0
     assert torch.equal(a.keys()[source[old].long()], new.keys()[old])
     assert set(new.keys()[~old].tolist()) == set(s.keys()[grown].tolist())
+
+
+@needs_kernels
+@pytest.mark.parametrize(("n_in", "taps", "count"), [(500, 1, 40_000), (90, 9, 3000), (6, 3, 0)])
+def test_the_other_traversal_order(n_in: int, taps: int, count: int) -> None:
+    a = active(n_in, 700, count)
+    everywhere(lambda: build(a.indptr, a.indices, n_in, taps))
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_follow(dtype: torch.dtype) -> None:
+    x = torch.arange(5, dtype=dtype)
+    source = torch.tensor([4, -1, 0, -1, 2, 2], dtype=torch.int32)
+    (out,) = everywhere(lambda: (kernels.follow(x, source, 0.5),))
+    assert out.tolist() == [4, 0.5, 0, 0.5, 2, 2]
+    (out,) = everywhere(lambda: (kernels.follow(x[:0], source.clamp(max=-1), 0.5),))
+    assert out.tolist() == [0.5] * 6
 
 
 # Counting

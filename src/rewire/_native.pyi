@@ -21,6 +21,7 @@ def by_input(
     slots: int,
     outputs: int,
     order: int,
+    threads: int,
 ) -> None: ...
 def alias(weights: int, n: int, threshold: int, alias: int) -> None: ...
 def draw(

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rewire.ops import sampling
+
 _REFUSED = {
     "LBFGS": "its history of whole gradients has no meaning for other connections",
     "SparseAdam": "it takes sparse gradients, and those of a sparse layer are dense over its connections",
@@ -48,14 +50,6 @@ def group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
 
 
-def follow(tensor: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
-    """One element per new connection: that of connection ``source``, or ``fresh`` where it is -1."""
-    if tensor.numel() == 0:
-        return tensor.new_full(source.shape, fresh)
-    source = source.to(tensor.device)
-    return tensor.index_select(0, source.clamp(min=0)).masked_fill_(source < 0, fresh)
-
-
 @torch.no_grad()
 def carry(optimizer: Optimizer, parameter: nn.Parameter, source: Tensor) -> dict[str, Any]:
     """The optimizer's state of a parameter whose connections are about to be replaced.
@@ -79,7 +73,7 @@ def _carried(
         if value is None or isinstance(value, int | float | str):
             return value
     elif value.layout == torch.strided and value.shape == parameter.shape:
-        return follow(value.detach(), source, _fresh(optimizer, parameter, key))
+        return sampling.follow(value.detach(), source, _fresh(optimizer, parameter, key))
     elif value.dim() == 0:
         return value
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -116,7 +116,7 @@ class Rewirer:
             spare = sum(max(0, site.weights.numel() - 1) for site in group)
             k = min(sampling.ceil(self.alpha(self.t) * active), subset, spare)
             select(group, "grown", [self.growth(site) for site in group], k)
-            select(group, "pruned", [keep_best(self.survival(site)) for site in group], k)
+            select(group, "pruned", [self.survival(site) for site in group], k)
 
     # The schedule ---------------------------------------------------------------------------------
 
@@ -263,8 +263,8 @@ class Rewirer:
 
 
 def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -> None:
-    """Mark, over these layers together, the k highest scores as ``"grown"`` or the k lowest as
-    ``"pruned"``."""
+    """Mark, over these layers together, the k highest scores as ``"grown"``, or the k lowest, but never
+    the best of a layer, as ``"pruned"``."""
     sizes = [len(_subset(s)) if what == "grown" else s.weights.numel() for s in sites]
     for site, score, size in zip(sites, scores, sizes, strict=True):
         if score.numel() != size:
@@ -273,15 +273,18 @@ def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -
                 f"{rule}() gave {score.numel()} scores for {size} connections of {site.name}"
             )
     flat = torch.cat([score.detach().cpu().flatten() for score in scores])
+    if what == "pruned":
+        for part in flat.split(sizes):
+            keep_best(part)
     chosen = ops.select(flat, k, largest=what == "grown")
     for site, mask in zip(sites, chosen.split(sizes), strict=True):
         setattr(site, what, mask)
 
 
 def keep_best(scores: Tensor) -> Tensor:
-    """The scores with the best one out of reach."""
-    scores = torch.nan_to_num(scores, -math.inf, math.inf, -math.inf)
+    """Put the best of the scores out of reach, in place."""
     if scores.numel():
+        scores.nan_to_num_(-math.inf, math.inf, -math.inf)
         scores[scores.argmax()] = math.inf
     return scores
 
@@ -326,9 +329,9 @@ def _plan(site: Site, optimizer: Optimizer) -> _Change | None:
     )
     return _Change(
         Connections(layer.n_in, layer.n_out, *rows),
-        optim.follow(site.weights, source),
+        ops.follow(site.weights, source),
         optim.carry(optimizer, layer.values, source),
-        {key: optim.follow(tensor, source) for key, tensor in site.state.items()},
+        {key: ops.follow(tensor, source) for key, tensor in site.state.items()},
     )
 
 

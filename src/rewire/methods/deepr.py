@@ -77,7 +77,7 @@ class DeepR(Rewirer):
         for group in groups:
             mine = [sites[i] for i in group]
             free = [site.free for site in mine]
-            scores = [keep_best(thetas[i]) for i in group]
+            scores = [keep_best(thetas[i].clone()) for i in group]
             turned = min(sum(int((score < 0).sum()) for score in scores), sum(free))
             select(mine, "pruned", scores, turned)
             for site, count in zip(mine, share_out(turned, free, free), strict=True):

@@ -218,6 +218,21 @@ def replace(
     return _rows(keys, n_in, n_out), source
 
 
+def follow(x: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
+    """``x`` at ``source`` (int32), ``fresh`` where that is -1: one element per new connection."""
+    kernels, n = native.kernels(x), source.numel()
+    if kernels is not None and x.is_contiguous():
+        out = native.empty(kernels, (n,), (1,), x)
+        kernels.follow(
+            *(x.data_ptr(), source.data_ptr(), n, fresh, out.data_ptr(), native.threads())
+        )
+        return out
+    if x.numel() == 0:
+        return x.new_full((n,), fresh)
+    source = source.to(x.device)
+    return x.index_select(0, source.clamp(min=0)).masked_fill_(source < 0, fresh)
+
+
 def select(scores: Tensor, count: int, largest: bool = True) -> Tensor:
     """A mask of the ``count`` largest (or smallest) scores, in linear time.
 

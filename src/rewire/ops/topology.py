@@ -88,6 +88,7 @@ def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topo
         native.module().by_input(
             *(indptr.data_ptr(), indices.data_ptr(), channels, n_out, taps),
             *(slots.data_ptr(), outputs.data_ptr(), order.data_ptr()),
+            native.threads(),
         )
         return Topology(indptr, indices, slots, outputs, order)
     slot = indices.long() % channels * taps + indices.long() // channels
