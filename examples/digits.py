@@ -48,7 +48,9 @@ def train(name: str, sparsity: float, steps: int, distribution: str, seed: int) 
     """Train one model, say how it goes, and return its test accuracy."""
     torch.manual_seed(seed)
     model = rewire.sparsify(MODELS[name](), sparsity=sparsity, seed=seed)
-    print(f"{name}: {rewire.summary(model, show=False).connections:,} connections, {sparsity:.0%} sparse")
+    print(
+        f"{name}: {rewire.summary(model, show=False).connections:,} connections, {sparsity:.0%} sparse"
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     every = max(1, steps // 40)
