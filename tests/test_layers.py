@@ -646,6 +646,29 @@ def test_set_connections(make: Make) -> None:
 
 
 @both
+@pytest.mark.parametrize("how", ["set_connections", "load_state_dict"])
+def test_the_number_of_connections_changes_while_an_earlier_graph_is_alive(
+    make: Make, how: str
+) -> None:
+    layer = make()
+    loss = layer(data(layer)).sum()  # as in a loop that still holds the loss of its last step
+    loss.backward()
+    new = Connections.random(layer.n_in, layer.n_out, 11, seeded(9))
+    other = copy.deepcopy(layer)
+    other.set_connections(new, torch.ones(11))
+    if how == "set_connections":
+        layer.set_connections(new, torch.ones(11))
+    else:
+        layer.load_state_dict(other.state_dict())
+    layer(data(layer)).sum().backward()
+    other.zero_grad()
+    other(data(layer)).sum().backward()
+    assert layer.values.grad is not None
+    assert torch.equal(layer.values.grad, other.values.grad)
+    assert torch.isfinite(loss)
+
+
+@both
 def test_set_connections_refuses_what_does_not_fit(make: Make) -> None:
     layer = make()
     before, expected = copy.deepcopy(layer.state_dict()), layer(data(layer))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from rewire.bench import options
+from rewire.bench.options import Json, Plot, Quick, Rounds, Threads
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rewire.bench.case import Case, Result
+    from rewire.bench.rewiring import Cost
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,53 +28,7 @@ app = typer.Typer(
     "runs in one process; ratios are what to trust, on a machine that does nothing else.",
 )
 
-T = TypeVar("T", int, float, str)
-
-
-def _parts(values: Sequence[str] | None, convert: Callable[[str], T]) -> tuple[T, ...]:
-    """The values of an option that may be repeated and may hold commas, each of them once."""
-    parts = [part.strip() for value in values or () for part in value.split(",")]
-    return tuple(dict.fromkeys(convert(part) for part in parts))
-
-
-def _sparsity(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 <= value < 1:
-        raise typer.BadParameter(
-            f"{text!r} is no sparsity; give the share of the weights that is missing, at least 0 "
-            "and below 1, such as 0.95",
-            param_hint="--sparsity",
-        )
-    return value
-
-
-def _width(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise typer.BadParameter(
-            f"{text!r} is no width; give a number of units of at least 1, such as 1024",
-            param_hint="--width",
-        )
-    return int(text)
-
-
-def _check_files(json_file: Path | None, plot_file: Path | None) -> None:
-    """Complain now about a file that could not be written after minutes of measuring."""
-    for option, path in (("--json", json_file), ("--plot", plot_file)):
-        if path is None:
-            continue
-        folder = path.absolute().parent
-        problem = None
-        if path.is_dir():
-            problem = f"{path} is a directory; give a file"
-        elif not folder.is_dir():
-            problem = f"there is no directory {folder}; create it first"
-        elif option == "--plot" and path.suffix.lower() not in (".png", ".svg", ".pdf"):
-            problem = f"{path} is no picture; give a name that ends in .png, .svg or .pdf"
-        if problem is not None:
-            raise typer.BadParameter(problem, param_hint=option)
+R = TypeVar("R", "Result", "Cost")
 
 
 class Part(str, Enum):
@@ -80,41 +39,19 @@ class Part(str, Enum):
     INFERENCE = "inference"
 
 
-def _list_option(metavar: str, help: str, default: str) -> Any:
-    """An option for :func:`_parts`."""
-    return typer.Option(
-        metavar=metavar, help=f"{help}; may be repeated, or a,b,c.", show_default=default
-    )
-
-
 _PATIENCE = 10.0  # seconds of one timing after which a few samples have to do
 _MISSING = "Share of the weights that is missing"
-Quick = Annotated[bool, typer.Option("--quick", help="A small subset, in about 20 seconds.")]
-Rounds = Annotated[
-    int | None,
-    typer.Option(
-        min=1, help="Samples of each timing.", show_default="15, quick 7; 5 of what takes long"
-    ),
-]
-Threads = Annotated[
-    int | None, typer.Option(min=1, help="Threads to compute with.", show_default="torch's own")
-]
-Json = Annotated[
-    Path | None, typer.Option("--json", help="Write machine and results to this file.")
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option("--plot", help="Draw speed-up against sparsity into this file (png, svg or pdf)."),
-]
 
 
 @app.command()
 def layers(
     quick: Quick = False,
     width: Annotated[
-        list[str] | None, _list_option("UNITS", "Units of linear layers", "512 to 16384")
+        list[str] | None, options.list_option("UNITS", "Units of linear layers", "512 to 16384")
     ] = None,
-    sparsity: Annotated[list[str] | None, _list_option("SHARE", _MISSING, "0.8 to 0.99")] = None,
+    sparsity: Annotated[
+        list[str] | None, options.list_option("SHARE", _MISSING, "0.8 to 0.99")
+    ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples, but for inference.")] = 128,
     only: Annotated[Part | None, typer.Option(help="Only this part.")] = None,
     rounds: Rounds = None,
@@ -134,10 +71,13 @@ def layers(
     Example: `rewire bench layers --quick --json layers.json --plot layers.png`
     """
     from rewire.bench import layers as bench
-    from rewire.bench import peers, show, timing
+    from rewire.bench import peers, plot, show, timing
 
-    _check_files(json_file, plot_file)
-    widths, sparsities = _parts(width, _width), _parts(sparsity, _sparsity)
+    options.check_files(json_file, plot_file)
+    widths, sparsities = (
+        options.parts(width, options.width),
+        options.parts(sparsity, options.sparsity),
+    )
     if widths and only is Part.CONV:
         raise typer.BadParameter("convolutions have no width; leave it out", param_hint="--width")
     plan = bench.Plan(
@@ -156,17 +96,18 @@ def layers(
         _tables(screen, results, installed)
         screen.print(show.overhead(overhead))
         more = {"peers": installed, "overhead_us": overhead}
-        _finish(screen, "layers", results, whole, more, json_file, plot_file)
+        _finish(screen, "layers", results, whole, more, json_file, plot_file, plot.save)
 
 
 @app.command()
 def step(
     quick: Quick = False,
     model: Annotated[
-        list[str] | None, _list_option("NAME", "vgg16, resnet56, vit, mlp, gpt", "all of them")
+        list[str] | None,
+        options.list_option("NAME", "vgg16, resnet56, vit, mlp, gpt", "all of them"),
     ] = None,
     sparsity: Annotated[
-        list[str] | None, _list_option("SHARE", _MISSING, "0.9, 0.95, 0.98")
+        list[str] | None, options.list_option("SHARE", _MISSING, "0.9, 0.95, 0.98")
     ] = None,
     batch: Annotated[
         int, typer.Option(min=1, help="Images; gpt gets an eighth as many sequences of 128.")
@@ -187,10 +128,10 @@ def step(
 
     Example: `rewire bench step --model vgg16 --sparsity 0.95 --profile`
     """
-    from rewire.bench import show, timing
+    from rewire.bench import plot, show, timing
     from rewire.bench import step as bench
 
-    _check_files(json_file, plot_file)
+    options.check_files(json_file, plot_file)
 
     def name(text: str) -> str:
         if text not in bench.WORKLOADS:
@@ -199,8 +140,9 @@ def step(
         return text
 
     plan = bench.Plan(
-        models=_parts(model, name) or (bench.QUICK_MODELS if quick else tuple(bench.WORKLOADS)),
-        sparsities=_parts(sparsity, _sparsity)
+        models=options.parts(model, name)
+        or (bench.QUICK_MODELS if quick else tuple(bench.WORKLOADS)),
+        sparsities=options.parts(sparsity, options.sparsity)
         or (bench.QUICK_SPARSITIES if quick else bench.SPARSITIES),
         batch=batch,
     )
@@ -219,7 +161,65 @@ def step(
                 "sparsity": first[1],
                 "operators": [asdict(share) for share in found],
             }
-        _finish(screen, "step", results, whole, more, json_file, plot_file)
+        _finish(screen, "step", results, whole, more, json_file, plot_file, plot.save)
+
+
+@app.command()
+def rewiring(
+    quick: Quick = False,
+    width: Annotated[
+        list[str] | None,
+        options.list_option("UNITS", "Units on each side of the layer", "1,000 to 1,000,000"),
+    ] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Samples of a training step.")] = 128,
+    rounds: Rounds = None,
+    threads: Threads = None,
+    dense_limit: Annotated[
+        int, typer.Option(min=0, help="The widest layer for RigL's dense gradient.")
+    ] = 40_000,
+    json_file: Json = None,
+    plot_file: Plot = None,
+) -> None:
+    """The cost of one rewiring, by GSE and by RigL's dense gradient, and how it grows.
+
+    A linear layer of ten connections per unit is trained, and now and then rewired; the cost is all
+    that steps take longer for it. The full set takes about 15 minutes and 4 GB, most of it for the
+    widest layer.
+
+    Example: `rewire bench rewiring --quick --json rewiring.json --plot rewiring.png`
+    """
+    from rewire.bench import machine, rewiring_show, show, timing
+    from rewire.bench import rewiring as bench
+
+    options.check_files(json_file, plot_file)
+    widths = options.parts(width, options.width) or (bench.QUICK_WIDTHS if quick else bench.WIDTHS)
+    plan = bench.Plan(tuple(sorted(widths)), batch, dense_limit)
+    patience = _PATIENCE if rounds is None else math.inf
+    rounds = rounds or (7 if quick else 15)
+    screen = show.console()
+    costs: list[bench.Cost] = []
+    draws: dict[int, dict[str, float]] = {}
+    whole = False
+    with timing.threads(threads):
+        if warning := machine.busy():
+            screen.print(warning, style="yellow")
+        with show.Progress(screen, len(plan.widths)) as progress, suppress(KeyboardInterrupt):
+            for units in plan.widths:
+                progress.start(f"{units:,} units")
+                found = bench.measure(units, plan, rounds, patience=patience, tick=progress.tick)
+                if drawn := bench.draws(units, plan, rounds):
+                    draws[units] = drawn
+                progress.finish(rewiring_show.line(found))
+                costs += found
+            whole = True
+        growth = bench.growth(costs)
+        left_out = [units for units in plan.widths if units > dense_limit]
+        screen.print(rewiring_show.table(costs))
+        screen.print(rewiring_show.lines(growth, draws, left_out))
+        screen.print(show.footer(machine.facts(), {}))
+        more = {"growth": [asdict(one) for one in growth], "million_draws_ms": draws}
+        draw = rewiring_show.save_plot
+        _finish(screen, "rewiring", costs, whole, more, json_file, plot_file, draw)
 
 
 def _measure(
@@ -238,7 +238,7 @@ def _measure(
             for case in cases:
                 progress.start(case.label)
                 found = case.run(rounds, patience=patience, tick=progress.tick)
-                progress.finish(found)
+                progress.finish(show.line(found))
                 results += found
         except KeyboardInterrupt:
             return results, False
@@ -256,14 +256,15 @@ def _tables(screen: Console, results: Sequence[Result], installed: dict[str, str
 def _finish(
     screen: Console,
     benchmark: str,
-    results: Sequence[Result],
+    results: Sequence[R],
     whole: bool,
     more: dict[str, Any],
     json_file: Path | None,
     plot_file: Path | None,
+    draw: Callable[[Path, Sequence[R], str], None],
 ) -> None:
     """Write the files that were asked for."""
-    from rewire.bench import machine, plot, show
+    from rewire.bench import machine, show
 
     if not whole:
         screen.print("Interrupted: these are the results so far, and no file is written.")
@@ -274,5 +275,5 @@ def _finish(
         machine.save(json_file, {"benchmark": benchmark, "machine": facts, **more, "results": rows})
         screen.print(f"Wrote {json_file}")
     if plot_file is not None:
-        plot.save(plot_file, results, caption=show.footer(facts, {}))
+        draw(plot_file, results, show.footer(facts, {}))
         screen.print(f"Wrote {plot_file}")

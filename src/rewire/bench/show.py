@@ -70,13 +70,17 @@ class Progress:
         """So much of the case is done."""
         self._bar.update(self._task, completed=self._done + share)
 
-    def finish(self, results: Iterable[Result]) -> None:
-        """The case is done."""
+    def finish(self, found: str) -> None:
+        """The case is done, with this result in one line."""
         self._done += 1
         self._bar.update(self._task, completed=self._done)
         if not self._screen.is_terminal:
-            found = ", ".join(f"{r.mode} {_times(r.ratio) or _ms(r.ours_ms)}" for r in results)
             self._screen.print(f"{self._done}/{self._total} {self._label}: {found}", soft_wrap=True)
+
+
+def line(results: Iterable[Result]) -> str:
+    """Results in a few words."""
+    return ", ".join(f"{r.mode} {times(r.ratio) or ms(r.ours_ms)}" for r in results)
 
 
 def groups(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
@@ -115,8 +119,8 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
         table.add_row(
             "" if result.shape == last else result.shape,
             _percent(result.sparsity),
-            _ms(result.ours_ms),
-            "does not fit" if result.dense_ms is None else _ms(result.dense_ms),
+            ms(result.ours_ms),
+            "does not fit" if result.dense_ms is None else ms(result.dense_ms),
             _highlighted(result.ratio),
             *([_times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
@@ -184,7 +188,7 @@ def shares(title: str, found: Iterable[Share]) -> Table:
     for name in ("share", "time", "calls"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in found:
-        time = _ms(row.milliseconds)
+        time = ms(row.milliseconds)
         table.add_row(row.operator, f"{100 * row.share:.1f} %", time, f"{row.calls:.0f}")
     return table
 
@@ -195,20 +199,20 @@ def _others(result: Result) -> dict[str, float]:
 
 
 def _compared(theirs: float, ours: float) -> Text:
-    return Text(f"{_ms(theirs)}  ").append(_highlighted(theirs / ours))
+    return Text(f"{ms(theirs)}  ").append(_highlighted(theirs / ours))
 
 
 def _highlighted(ratio: float | None) -> Text:
     if ratio is None:
         return Text("")
     style = "red" if ratio < 1 else "yellow" if ratio < 2 else "bold green"
-    return Text(_times(ratio), style=style)
+    return Text(times(ratio), style=style)
 
 
-def _times(ratio: float | None) -> str:
+def times(ratio: float | None) -> str:
     """How many times faster, to three digits.
 
-    >>> _times(7.256), _times(23.07), _times(0.333)
+    >>> times(7.256), times(23.07), times(0.333)
     ('7.26x', '23.1x', '0.33x')
     """
     if ratio is None:
@@ -216,7 +220,7 @@ def _times(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x" if ratio < 100 else f"{ratio:.0f}x"
 
 
-def _ms(milliseconds: float) -> str:
+def ms(milliseconds: float) -> str:
     digits = 3 if milliseconds < 1 else 2 if milliseconds < 100 else 0
     return f"{milliseconds:,.{digits}f} ms"
 

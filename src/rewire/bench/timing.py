@@ -76,7 +76,7 @@ def interleaved(
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     names = list(functions)
     samples: dict[K, list[float]] = {name: [] for name in names}
-    with _no_collections():
+    with no_collections():
         inner = {name: _inner(function, sample) for name, function in functions.items()}
         start = time.perf_counter()
         for turn in range(rounds):
@@ -118,7 +118,8 @@ def threads(count: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _no_collections() -> Iterator[None]:
+def no_collections() -> Iterator[None]:
+    """Without Python's garbage collector."""
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()
