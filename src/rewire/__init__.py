@@ -1,5 +1,6 @@
 """Always-sparse neural-network training for PyTorch."""
 
+from rewire import distributed
 from rewire.connections import Connections
 from rewire.methods import (
     DSR,
@@ -37,6 +38,7 @@ __all__ = [
     "Static",
     "Summary",
     "densify",
+    "distributed",
     "sparsify",
     "summary",
 ]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.ops import sampling
 from rewire.ops.reference import Convolution
@@ -32,11 +33,13 @@ DRAWS, SIGNS, CHOICE, SCORES, NORMALS = range(5)
 
 
 class Batch(NamedTuple):
-    """What a layer's backward pass sees: its input, the gradient of its output, and its sizes."""
+    """What a layer's backward pass sees: its input, the gradient of its output, its sizes, and whom this
+    is a share of the batch with."""
 
     conv: Convolution
     x: Tensor
     dy: Tensor
+    group: Alone = Alone()
 
 
 Weights = tuple[Tensor, Tensor] | tuple[None, None]  # over input and output units, not normalised
@@ -50,7 +53,9 @@ def uniform(batch: Batch, stream: Stream) -> Weights:
 
 def grabo(batch: Batch, stream: Stream) -> Weights:
     """An upper bound of the gradient's magnitude: ``|h| 1`` and ``|delta| 1``."""
-    return sampling.unit_sums(batch.conv, batch.dy, batch.x)
+    batch.group.meet(stream.layer, batch.dy.shape[0])
+    h, delta = batch.group.sum(*sampling.unit_sums(batch.conv, batch.dy, batch.x))
+    return h, delta
 
 
 def graest(batch: Batch, stream: Stream) -> Weights:
@@ -60,10 +65,14 @@ def graest(batch: Batch, stream: Stream) -> Weights:
 
 
 def signed_sums(batch: Batch, stream: Stream) -> tuple[Tensor, Tensor]:
-    """``h s`` and ``delta s``, whose outer product is the gradient in expectation over s."""
-    conv, x, dy = batch
-    s = sampling.signs(stream._replace(purpose=SIGNS), dy.shape[0], tuple(dy.shape[2:]), dy)
-    return sampling.unit_sums(conv, dy, x, s)
+    """``h s`` and ``delta s``, whose outer product is the gradient in expectation over s. Over several
+    processes the batch is their shares one after the other."""
+    conv, x, dy, group = batch
+    first = sum(group.meet(stream.layer, dy.shape[0])[: group.rank])
+    named = stream._replace(purpose=SIGNS)
+    s = sampling.signs(named, dy.shape[0], tuple(dy.shape[2:]), dy, first)
+    h, delta = group.sum(*sampling.unit_sums(conv, dy, x, s))
+    return h, delta
 
 
 DISTRIBUTIONS: dict[str, Distribution] = {"uniform": uniform, "grabo": grabo, "graest": graest}

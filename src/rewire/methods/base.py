@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rewire import optim, sampling
+from rewire import communication, optim, sampling
+from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.methods.history import History, LayerRewiring, Rewiring, total
 from rewire.methods.site import Probe, Site
@@ -45,6 +47,9 @@ class Rewirer:
     along, and sets ``values.grad`` to None, because the gradient was that of other connections. Frozen
     layers (``values.requires_grad`` is False) and, in guided methods, layers that had no gradient in
     that step take no part in it. A layer that is used several times in a forward pass is one layer.
+
+    Of a model that :class:`rewire.distributed.Parallel` shares among processes, all rewire alike: the
+    gradient at S is averaged over them, and it is checked that all come to the same connections.
 
     Args:
         model: has sparse layers, from :func:`rewire.sparsify` or made by hand.
@@ -80,7 +85,10 @@ class Rewirer:
         self.scope, self.seed = scope, operator.index(seed)
         _check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
+        communication.refuse_ddp(model)
         self._sites = _find(model)
+        self._model = weakref.ref(model)
+        self._known: Alone | None = None
         trained = [site for site in self._sites if site.layer.values.requires_grad]
         if not trained:
             raise ValueError("all sparse layers are frozen: call requires_grad_() on their values")
@@ -139,6 +147,7 @@ class Rewirer:
 
         To be called once after every ``optimizer.step()``.
         """
+        _ = self._group  # raises where training alone is a mistake
         self.t += 1
         rewiring = None
         if self.due(self.t):
@@ -151,6 +160,16 @@ class Rewirer:
         return rewiring
 
     # Looking at layers while they train -----------------------------------------------------------
+
+    @property
+    def _group(self) -> Alone:
+        """The processes that share the model, found when it trains first."""
+        if self._known is None:
+            model = self._model()
+            if model is not None:
+                communication.refuse_ddp(model)
+            self._known = communication.group_of(site.layer for site in self._sites)
+        return self._known
 
     def _arm(self) -> None:
         """Put the probes into the layers if the next step ends with a rewiring, else take them out."""
@@ -168,7 +187,7 @@ class Rewirer:
     def _observe(self, site: Site, batch: Batch) -> None:
         """What a probe has seen in a backward pass of a step that ends with a rewiring."""
         if site.subset is None:
-            site.batch = batch
+            site.batch = batch._replace(group=self._group)
             self._explore(site, self.t + 1)
             site.batch = None
         site.add_gradient(batch)
@@ -195,6 +214,7 @@ class Rewirer:
         sites = [site for site in self._sites if site.layer.values.requires_grad]
         optim.check(self.optimizer, _values(sites))
         if self.guided:
+            self._average(sites)
             sites = [site for site in sites if site.gradient is not None]
             if not sites:
                 raise RuntimeError(
@@ -211,6 +231,11 @@ class Rewirer:
         changes = [
             _plan(site, self.optimizer) for site in sites
         ]  # may raise: nothing is changed yet
+        new = (
+            site.active if change is None else change.connections
+            for site, change in zip(sites, changes, strict=True)
+        )
+        self._check_alike({s.name: [c] for s, c in zip(sites, new, strict=True)}, "after")
         for site, change in zip(sites, changes, strict=True):
             _apply(site, change, self.optimizer)
         parts = {site.name: _part(site) for site in self._sites}
@@ -219,6 +244,33 @@ class Rewirer:
         for site in self._sites:
             site.clear()
         return rewiring
+
+    def _average(self, sites: Sequence[Site]) -> None:
+        """Give all processes the same subsets, and the gradients there of the whole batch."""
+        group = self._group
+        if group.world == 1:
+            return
+        explored = group.gather([site.gradient is not None for site in sites])
+        shared = []
+        for site, ranks in zip(sites, zip(*explored, strict=True), strict=True):
+            if any(ranks):
+                shared.append(site)
+            if any(ranks) and not all(ranks):
+                site.take_subset(group, ranks.index(1))
+        self._check_alike({site.name: (site.active, _subset(site)) for site in shared}, "before")
+        sums = group.sum(*(site.gradient for site in shared if site.gradient is not None))
+        for site, gradient in zip(shared, sums, strict=True):
+            site.gradient = gradient / group.world
+
+    def _check_alike(self, sets: Mapping[str, Sequence[Connections]], when: str) -> None:
+        """Raise, before anything is changed, if other processes have other connections."""
+        if self._group.world > 1:
+            hashes = {
+                name: communication.fingerprint(*(t for c in some for t in (c.indptr, c.indices)))
+                for name, some in sets.items()
+            }
+            problem = f"the processes have different connections {when} the rewiring of step {self.t}"
+            self._group.agree(hashes, problem)
 
     # Checkpoints ----------------------------------------------------------------------------------
 

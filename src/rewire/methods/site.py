@@ -6,9 +6,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rewire import sampling
+from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.nn.sparse import SparseLayer
 from rewire.ops import sampling as ops
@@ -25,10 +27,11 @@ class Site:
         name: of the layer in the model.
         layer: the layer.
         quota: how many of its connections the schedule wants replaced.
-        batch: input and output gradient, while :meth:`Rewirer.explore` runs in a backward pass.
+        batch: input and output gradient, while :meth:`Rewirer.explore` runs in a backward pass; of this
+            process, see ``batch.group``.
         subset: S, once it is explored.
         gradient: the gradient of the loss at S, summed over the backward passes of this step as that of
-            the active connections is in ``.grad``.
+            the active connections is in ``.grad``, and averaged over processes once they are.
         pruned: mask over the active connections: which go.
         grown: mask over S: which come.
         state: tensors of one element per active connection that a method wants to keep; they follow the
@@ -93,6 +96,18 @@ class Site:
         assert self.subset is not None
         gradient = ops.gradient_over(batch.conv, batch.dy, batch.x, sampling.rows(self.subset))
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def take_subset(self, group: Alone, source: int) -> None:
+        """S of process ``source``, for those who have not explored one, with a gradient of zero."""
+        n_in, n_out = self.layer.n_in, self.layer.n_out
+        mine = self.subset or Connections.from_keys(torch.empty(0, dtype=torch.int64), n_in, n_out)
+        count = group.gather([len(mine)])[source][0]
+        here = group.rank == source
+        indptr = group.broadcast(mine.indptr, source)
+        indices = group.broadcast(mine.indices if here else mine.indices.new_empty(count), source)
+        if self.gradient is None:
+            self.subset = Connections(n_in, n_out, indptr, indices)
+            self.gradient = self.weights.new_zeros(count)
 
     def count(self) -> Counter:
         """The connections that were ever active; counted from the first time it is asked for."""
