@@ -14,6 +14,7 @@ from rewire.methods import (
     Static,
 )
 from rewire.nn import SparseConv2d, SparseLayer, SparseLinear
+from rewire.saving import dense_state_dict, export, load, save
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
 
@@ -36,7 +37,11 @@ __all__ = [
     "SparseLinear",
     "Static",
     "Summary",
+    "dense_state_dict",
     "densify",
+    "export",
+    "load",
+    "save",
     "sparsify",
     "summary",
 ]
