@@ -15,6 +15,7 @@ from rewire.methods import (
     Static,
 )
 from rewire.nn import SparseConv2d, SparseLayer, SparseLinear
+from rewire.saving import dense_state_dict, export, load, save
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
 
@@ -37,8 +38,12 @@ __all__ = [
     "SparseLinear",
     "Static",
     "Summary",
+    "dense_state_dict",
     "densify",
     "distributed",
+    "export",
+    "load",
+    "save",
     "sparsify",
     "summary",
 ]

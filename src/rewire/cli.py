@@ -9,6 +9,7 @@ import typer
 import rewire
 from rewire.bench.cli import app as bench
 from rewire.data.cli import app as data
+from rewire.training import cli as training
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,8 +17,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Always-sparse neural-network training for PyTorch.",
     rich_markup_mode="markdown",
-    epilog="Example: `rewire bench layers --quick`",
+    epilog="Example: `rewire train`",
 )
+app.command()(training.train)
+app.command("eval")(training.evaluate)
+app.command()(training.predict)
+app.command()(training.export)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 

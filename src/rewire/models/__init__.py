@@ -14,6 +14,7 @@ from rewire.models.vit import vit
 __all__ = [
     "MODELS",
     "build",
+    "built_with",
     "gpt",
     "mlp",
     "resnet20",
@@ -43,6 +44,8 @@ MODELS: dict[str, Callable[..., nn.Module]] = {
     "gpt": gpt,
 }
 
+_RECORD = "_built_with"
+
 
 def build(name: str, **kwargs: Any) -> nn.Module:
     """The model called ``name`` in ``MODELS``, built with its own keyword arguments.
@@ -53,4 +56,12 @@ def build(name: str, **kwargs: Any) -> nn.Module:
     """
     if name not in MODELS:
         raise ValueError(f"there is no model {name!r}; choose one of {', '.join(MODELS)}")
-    return MODELS[name](**kwargs)
+    model = MODELS[name](**kwargs)
+    model.__dict__[_RECORD] = (name, kwargs)
+    return model
+
+
+def built_with(model: nn.Module) -> tuple[str, dict[str, Any]] | None:
+    """The arguments of the :func:`build` that made a model; None if it was made in another way."""
+    record: tuple[str, dict[str, Any]] | None = model.__dict__.get(_RECORD)
+    return record

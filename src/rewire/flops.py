@@ -1,0 +1,143 @@
+"""Floating-point operations of a model's layers, and what training takes by method.
+
+A multiply-add counts 2. Only layers with weights count (linear layers and convolutions): norms,
+activations and attention's products are the same for dense and sparse models, and small.
+Positions at the border of an image count in full.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire.nn.sparse import SparseLayer
+
+
+@dataclass(frozen=True)
+class LayerFlops:
+    """One layer, for one sample.
+
+    Attributes:
+        positions: how often each weight is used, such as the pixels of a convolution's output.
+        connections: weights that exist.
+        weights: weights of the dense layer.
+    """
+
+    positions: int
+    connections: int
+    weights: int
+
+    def of(self, connections: int) -> int:
+        """Operations of one product with so many connections."""
+        return 2 * self.positions * connections
+
+
+@dataclass(frozen=True)
+class Flops:
+    """The forward pass of one sample.
+
+    Attributes:
+        layers: by name.
+    """
+
+    layers: dict[str, LayerFlops]
+
+    @property
+    def sparse(self) -> int:
+        """With the connections that there are (f_S)."""
+        return sum(layer.of(layer.connections) for layer in self.layers.values())
+
+    @property
+    def dense(self) -> int:
+        """If all layers were dense (f_D)."""
+        return sum(layer.of(layer.weights) for layer in self.layers.values())
+
+    def subset(self, factor: float) -> int:
+        """The gradient at ``ceil(factor * |A|)`` inactive connections of each layer, or at all of them."""
+        total = 0
+        for layer in self.layers.values():
+            wanted = math.ceil(factor * layer.connections)
+            total += layer.of(min(wanted, layer.weights - layer.connections))
+        return total
+
+
+def count(model: nn.Module, shape: tuple[int, ...]) -> Flops:
+    """What one sample of a shape takes; the model runs once, in evaluation mode.
+
+    Example:
+        >>> found = count(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), (1, 8, 8))
+        >>> found.dense, found.sparse
+        (1280, 1280)
+    """
+    positions: dict[str, int] = {}
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
+            units = output.shape[-3] if _is_conv(module) else output.shape[-1]
+            positions[name] = positions.get(name, 0) + output.numel() // units
+
+        return hook
+
+    layers = {name: m for name, m in model.named_modules() if _counts(m)}
+    handles = [m.register_forward_hook(watch(name)) for name, m in layers.items()]
+    like = next(model.parameters())
+    try:
+        with _evaluating(model), torch.no_grad():
+            model(torch.zeros(1, *shape, device=like.device, dtype=like.dtype))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Flops({n: LayerFlops(p, *_sizes(layers[n])) for n, p in positions.items()})
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _counts(module: nn.Module) -> bool:
+    return isinstance(module, SparseLayer | nn.Linear | nn.Conv2d)
+
+
+def _is_conv(module: nn.Module) -> bool:
+    return hasattr(module, "kernel_size")
+
+
+def _sizes(module: nn.Module) -> tuple[int, int]:
+    if isinstance(module, SparseLayer):
+        return module.values.numel(), module.n_in * module.n_out
+    weights = module.weight.numel()  # type: ignore[operator]
+    return weights, weights
+
+
+# Training, per sample (Evci et al., 2020): forward, input gradient and weight gradient --------------
+
+
+def dense(flops: Flops) -> float:
+    """``3 f_D``."""
+    return 3 * flops.dense
+
+
+def static(flops: Flops) -> float:
+    """``3 f_S``: also for SET, DSR and DeepR, which look at nothing but active weights."""
+    return 3 * flops.sparse
+
+
+def guided(flops: Flops, every: int, extra: float) -> float:
+    """``(3 f_S T + 2 f_S + extra) / (T + 1)``: every T steps the weight gradient is that of others.
+
+    ``extra`` is ``f_D`` for RigL and ``flops.subset(gamma)`` for GSE.
+    """
+    return (3 * flops.sparse * every + 2 * flops.sparse + extra) / (every + 1)

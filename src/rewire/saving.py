@@ -1,0 +1,137 @@
+"""Models as files: sparse ones as they are, and as ordinary dense state dicts."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rewire import files, models
+from rewire.nn.sparse import SparseLayer
+from rewire.sparsify import densify, sparsify
+
+_FORMAT = "rewire model 1"
+_ONE = 1e-300  # the density of a layer whose connections are about to be loaded
+
+Path_ = str | os.PathLike[str]
+
+
+def save(model: nn.Module, path: Path_, *, notes: Mapping[str, Any] | None = None) -> None:
+    """Write a model's weights and connections to a safetensors file.
+
+    The file is written whole or not at all. It has no code in it: a model of :func:`rewire.models.build`
+    can be loaded by the file alone, any other together with an instance of its class.
+
+    Args:
+        model: any model, sparse or dense.
+        path: the file, by custom ``.safetensors``.
+        notes: what to keep with it, as JSON; :func:`read_notes` gives it back.
+
+    Example:
+        >>> save(sparsify(models.build("mlp"), sparsity=0.9), "mlp.safetensors")  # doctest: +SKIP
+    """
+    from safetensors.torch import save_file
+
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; only tensors can be saved")
+    tensors = {
+        name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()
+    }
+    layers = [name for name, module in model.named_modules() if isinstance(module, SparseLayer)]
+    about = {
+        "format": _FORMAT,
+        "sparse": layers,
+        "build": models.built_with(model),
+        "notes": dict(notes or {}),
+    }
+    metadata = {"rewire": json.dumps(about)}
+    files.write(Path(path), lambda hidden: save_file(tensors, hidden, metadata))
+
+
+def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
+    """The model in a file that :func:`save` has written.
+
+    Args:
+        path: the file.
+        model: an instance of the model's class, dense or sparse, to load into, in place; its layers
+            become sparse where they were so when it was saved. Not needed for models of
+            :func:`rewire.models.build`.
+
+    Example:
+        >>> model = load("mine.safetensors", MyModel())  # doctest: +SKIP
+    """
+    about, tensors = _read(Path(path))
+    layers: list[str] = about["sparse"]
+    if model is None:
+        if about["build"] is None:
+            raise ValueError(
+                f"{path} holds a model of your own class; give an instance of it to load into: "
+                "rewire.load(path, MyModel())"
+            )
+        name, arguments = about["build"]
+        with torch.device("meta" if layers else "cpu"):
+            model = models.build(name, **arguments)
+    if layers and not any(isinstance(module, SparseLayer) for module in model.modules()):
+        model = sparsify(model, density=dict.fromkeys(layers, _ONE))
+    model.load_state_dict(tensors)
+    return model
+
+
+def read_notes(path: Path_) -> dict[str, Any]:
+    """The notes that a model was saved with."""
+    notes: dict[str, Any] = _about(Path(path))["notes"]
+    return notes
+
+
+def dense_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict of the model as plain PyTorch has it: ``weight`` with zeros for what is missing."""
+    return dict(densify(copy.deepcopy(model)).state_dict())
+
+
+def export(model: nn.Module, path: Path_) -> None:
+    """Write :func:`dense_state_dict` to a file, for people who have PyTorch alone.
+
+    Args:
+        model: any model.
+        path: ``.pt`` or ``.pth`` for ``torch.load``, or ``.safetensors``.
+    """
+    path, state = Path(path), dense_state_dict(model)
+    if path.suffix in (".pt", ".pth"):
+        files.write(path, lambda hidden: torch.save(state, hidden))
+    elif path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        tensors = {name: value.contiguous().clone() for name, value in state.items()}
+        files.write(path, lambda hidden: save_file(tensors, hidden))
+    else:
+        raise ValueError(f"{path} must end in .pt, .pth or .safetensors")
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors.torch import load_file
+
+    return _about(path), load_file(path)
+
+
+def _about(path: Path) -> dict[str, Any]:
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        with safe_open(path, "pt") as file:
+            text = (file.metadata() or {}).get("rewire")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
+    about: dict[str, Any] = {} if text is None else json.loads(text)
+    if about.get("format") != _FORMAT:
+        raise ValueError(f"{path} was not written by rewire.save, or by another version of it")
+    return about

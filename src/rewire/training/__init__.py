@@ -1,0 +1,1 @@
+"""Training runs: config, loop, checkpoints, and the folder that holds them."""

@@ -1,0 +1,351 @@
+"""``rewire train``, ``eval``, ``predict`` and ``export`` on the command line."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from rewire.training.methods import METHODS
+
+if TYPE_CHECKING:
+    from rewire.training.folder import Folder
+    from rewire.training.progress import Progress
+
+_DATA, _MODEL, _METHOD = "Data", "Model", "Method"
+_SCHEDULE, _OPTIMIZER, _RUN = "Schedule", "Optimizer", "Run"
+
+
+def _option(help: str, panel: str, default: str | bool = False, name: str = "", **more: Any) -> Any:
+    names = (name,) if name else ()
+    return typer.Option(*names, help=help, show_default=default, rich_help_panel=panel, **more)
+
+
+def _numbers(text: str | None) -> list[float] | None:
+    """Numbers with commas between them; none for an empty text."""
+    if text is None:
+        return None
+    try:
+        return [float(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} must be epochs with commas between them, such as 80,120",
+            param_hint="--drops",
+        ) from None
+
+
+Root = Annotated[
+    Path | None,
+    _option("The folder to look for data in.", _DATA, "REWIRE_DATA, then the user's cache"),
+]
+Workers = Annotated[
+    int | None, _option("Processes that decode images.", _DATA, "one for each CPU", min=0)
+]
+Threads = Annotated[int | None, _option("Threads to compute with.", _RUN, "torch's own", min=1)]
+Device = Annotated[
+    str, _option("cpu, or cuda (untested: it runs on reference operators).", _RUN, "cpu")
+]
+Folder_ = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a run.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def train(
+    dataset: Annotated[
+        str | None,
+        _option(
+            "digits, fashion-mnist, cifar10, cifar100, imagenet, or a folder.", _DATA, "digits"
+        ),
+    ] = None,
+    root: Root = None,
+    download: Annotated[
+        bool, _option("Get the data if it is not there.", _DATA, name="--download")
+    ] = False,
+    workers: Workers = None,
+    image_size: Annotated[
+        int | None, _option("Height and width, for folders and ImageNet.", _DATA, "224")
+    ] = None,
+    crop: Annotated[
+        str | None, _option("area or plain, for folders and ImageNet.", _DATA, "area")
+    ] = None,
+    model: Annotated[
+        str | None,
+        _option(
+            "mlp, vit, resnet20, 32, 56, 110 or 50, vgg11, 13, 16 or 19.",
+            _MODEL,
+            "vgg16; digits and fashion-mnist mlp; imagenet and folders resnet50",
+        ),
+    ] = None,
+    width: Annotated[float | None, _option("Multiplies the model's channels.", _MODEL, "1")] = None,
+    sparsity: Annotated[
+        float | None,
+        _option("Share of the weights that is missing.", _MODEL, "0.95; digits 0.98; imagenet 0.9"),
+    ] = None,
+    assignment: Annotated[
+        str | None,
+        _option("How layers share connections: erdos-renyi, erk, uniform.", _MODEL, "erdos-renyi"),
+    ] = None,
+    keep_dense: Annotated[
+        list[str] | None,
+        _option("A layer to leave dense, by name or glob; may be repeated.", _MODEL),
+    ] = None,
+    method: Annotated[str | None, _option(f"{', '.join(METHODS)}.", _METHOD, "gse")] = None,
+    distribution: Annotated[
+        str | None, _option("How gse draws units: uniform, grabo, graest.", _METHOD, "uniform")
+    ] = None,
+    every: Annotated[
+        int | None, _option("Steps from one rewiring to the next.", _METHOD, "1000; digits 50")
+    ] = None,
+    until: Annotated[
+        float | None,
+        _option("The last epoch with rewirings.", _METHOD, "120; digits 30; imagenet 60"),
+    ] = None,
+    fraction: Annotated[
+        float | None, _option("Share of the connections to replace at first.", _METHOD, "0.2")
+    ] = None,
+    subset: Annotated[
+        float | None,
+        _option("Draws of gse per connection (gamma).", _METHOD, "1; imagenet 2"),
+    ] = None,
+    scope: Annotated[
+        str | None,
+        _option("Compare weights globally, or by layer.", _METHOD, "gse global; set, deepr layer"),
+    ] = None,
+    epochs: Annotated[
+        float | None, _option("Length of the run.", _SCHEDULE, "200; digits 50; imagenet 100")
+    ] = None,
+    drops: Annotated[
+        str | None,
+        _option(
+            "Epochs at which the learning rate drops.",
+            _SCHEDULE,
+            "80,120; digits 20,30; imagenet 30,60,90",
+            metavar="A,B",
+        ),
+    ] = None,
+    drop_factor: Annotated[
+        float | None, _option("What a drop multiplies it with.", _SCHEDULE, "0.1")
+    ] = None,
+    warmup: Annotated[
+        float | None, _option("Epochs in which it rises from zero.", _SCHEDULE, "0; imagenet 5")
+    ] = None,
+    scale: Annotated[
+        float | None,
+        _option("Multiplies epochs, drops, warmup, until and every.", _SCHEDULE, "1"),
+    ] = None,
+    extend: Annotated[
+        float | None,
+        _option(
+            "Multiplies epochs, drops, warmup and until, not every: extended training.",
+            _SCHEDULE,
+            "1",
+        ),
+    ] = None,
+    batch_size: Annotated[
+        int | None, _option("Images in a step.", _OPTIMIZER, "128; digits 32")
+    ] = None,
+    optimizer: Annotated[str | None, _option("sgd, adam or adamw.", _OPTIMIZER, "sgd")] = None,
+    lr: Annotated[
+        float | None, _option("Learning rate.", _OPTIMIZER, "0.1; vit 0.01; adam 0.001")
+    ] = None,
+    momentum: Annotated[float | None, _option("Of sgd.", _OPTIMIZER, "0.9")] = None,
+    weight_decay: Annotated[float | None, _option("Of all weights.", _OPTIMIZER, "1e-4")] = None,
+    label_smoothing: Annotated[
+        float | None, _option("Of the loss.", _OPTIMIZER, "0; imagenet 0.1")
+    ] = None,
+    seed: Annotated[int | None, _option("Of all randomness.", _RUN, "0")] = None,
+    config_file: Annotated[
+        Path | None,
+        _option(
+            "Settings that are not on the command line.", _RUN, False, "--config", metavar="TOML"
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, _option("The folder of the run.", _RUN, "runs/ and a name from the settings")
+    ] = None,
+    resume: Annotated[
+        Path | None, _option("Go on with the run in this folder.", _RUN, metavar="DIR")
+    ] = None,
+    overwrite: Annotated[
+        bool, _option("Start over: remove the run in the folder.", _RUN, name="--overwrite")
+    ] = False,
+    checkpoint_every: Annotated[
+        str,
+        _option("Steps, or a time such as 30s or 1h; also after epochs.", _RUN, "5m"),
+    ] = "5m",
+    device: Device = "cpu",
+    threads: Threads = None,
+    tensorboard: Annotated[
+        bool, _option("Also log for TensorBoard.", _RUN, name="--tensorboard")
+    ] = False,
+    quiet: Annotated[bool, _option("Print nothing but problems.", _RUN, name="--quiet")] = False,
+    as_json: Annotated[
+        bool, _option("Print the metrics as JSON, line by line.", _RUN, name="--json")
+    ] = False,
+) -> None:
+    """Train a sparse model.
+
+    Settings that are not given are the paper's recipe for the data set. Progress, checkpoints and the
+    model go to one folder. Ctrl-C stops after the current step; the same command again goes on from
+    there, and ends with the same model as if it had not been stopped.
+
+    Example: `rewire train --dataset cifar10 --model vgg16 --sparsity 0.98 --scale 0.1`
+    """
+    options = locals()
+    from rewire.data import DataError
+    from rewire.training import config as configs
+    from rewire.training import progress
+    from rewire.training.folder import Folder, RunError
+    from rewire.training.interrupts import Interrupted, Interrupts
+    from rewire.training.interval import Interval
+    from rewire.training.job import Job, load_data
+    from rewire.training.loop import Trainer
+
+    options |= {"drops": _numbers(drops), "keep_dense": keep_dense or None}
+    given = {name: options[name] for name in configs.NAMES if options[name] is not None}
+    try:
+        interval, place = Interval.parse(checkpoint_every), _device(device, threads)
+        if resume is not None:
+            others = {"config": config_file, "out": out, "overwrite": overwrite}
+            folder = _resumed(resume, [*given, *(name for name, used in others.items() if used)])
+            config = folder.config()
+        else:
+            settings = {} if config_file is None else configs.read(config_file)
+            config = configs.resolve(settings | given)
+            folder = Folder(Path("runs", config.label) if out is None else out)
+        job = Job(config, load_data(config, root, download=download, workers=workers), place)
+        shown: Progress = progress.choose(quiet=quiet, as_json=as_json)
+        if tensorboard:
+            from rewire.training.tensorboard import Logged
+
+            shown = Logged(shown, folder.path)
+        with Interrupts() as interrupts, folder:
+            folder.claim(config, overwrite=overwrite)
+            Trainer(job, folder, shown, interrupts, every=interval).run()
+    except (ValueError, RunError, DataError, OSError) as error:
+        _fail(str(error))
+    except Interrupted as stop:
+        _fail(
+            f"Stopped by {signal.Signals(stop.signal).name} after step {stop.step:,}, which is saved. Go "
+            f"on with the same command, or with `rewire train --resume {folder.path}`.",
+            128 + stop.signal,
+        )
+    except KeyboardInterrupt:
+        _fail("Stopped.", 130)
+
+
+def _resumed(path: Path, given: list[str]) -> Folder:
+    from rewire.training.folder import Folder, RunError
+
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise RunError(f"--resume goes on with a run as it was begun: leave out {options}")
+    folder = Folder(path)
+    if folder.finished:
+        raise RunError(f"the run in {path} is finished: see `rewire eval {path}`")
+    return folder
+
+
+def _device(name: str, threads: int | None) -> Any:
+    import torch
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"the device {name!r} cannot be used here: {error}") from error
+    return device
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
+
+
+def evaluate(
+    path: Folder_,
+    root: Root = None,
+    workers: Workers = None,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Test the model of a run.
+
+    Of a run that is not finished it is the model of the newest checkpoint.
+
+    Example: `rewire eval runs/digits`
+    """
+    from rewire.data import DataError
+    from rewire.training import use
+    from rewire.training.folder import RunError
+    from rewire.training.words import percent
+
+    try:
+        found = use.evaluate(path, _device(device, threads), root=root, workers=workers)
+    except (ValueError, RunError, DataError, OSError) as error:
+        _fail(str(error))
+    if as_json:
+        typer.echo(json.dumps(found.as_dict()))
+        return
+    typer.echo(
+        f"{found.what}: {percent(found.accuracy)} of {found.images:,} test images of {found.dataset} "
+        f"right, loss {found.loss:.4f}"
+    )
+    worst = sorted(found.classes.items(), key=lambda item: item[1])[:5]
+    typer.echo("lowest: " + ", ".join(f"{name} {percent(share)}" for name, share in worst))
+
+
+def predict(
+    path: Folder_,
+    images: Annotated[list[Path], typer.Argument(metavar="IMAGE...", help="Image files.")],
+    top: Annotated[int, typer.Option(min=1, help="So many classes for each image.")] = 3,
+    device: Device = "cpu",
+    threads: Threads = None,
+    as_json: AsJson = False,
+) -> None:
+    """Say what is in images.
+
+    They are resized to what the model was trained with. Digits are light on dark.
+
+    Example: `rewire predict runs/cifar10 cat.jpg dog.png`
+    """
+    from rewire.data import DataError
+    from rewire.training import use
+    from rewire.training.folder import RunError
+    from rewire.training.words import percent
+
+    try:
+        found = use.predict(path, images, top, _device(device, threads))
+    except (ValueError, RunError, DataError, OSError) as error:
+        _fail(str(error))
+    for image, guesses in zip(images, found, strict=True):
+        if as_json:
+            typer.echo(json.dumps({"image": str(image), "classes": dict(guesses)}))
+        else:
+            words = ", ".join(f"{name} {percent(share)}" for name, share in guesses)
+            typer.echo(f"{image}: {words}")
+
+
+def export(
+    path: Folder_,
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="Ends in .pt or .safetensors.")],
+) -> None:
+    """Write the model of a run as an ordinary dense PyTorch state dict.
+
+    Example: `rewire export runs/cifar10 vgg16.pt`
+    """
+    from rewire import saving
+    from rewire.training import use
+    from rewire.training.folder import RunError
+
+    try:
+        model, what = use.load(path)
+        saving.export(model, to)
+    except (ValueError, RunError, OSError) as error:
+        _fail(str(error))
+    typer.echo(f"Wrote {what} to {to}")

@@ -1,0 +1,275 @@
+"""All settings of a run, with the paper's recipe for what is not given."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from rewire import models
+from rewire.budgets import SHARES
+from rewire.training import toml
+from rewire.training.methods import METHODS, OPTIONS
+from rewire.training.schedule import Schedule
+
+OPTIMIZERS = ("sgd", "adam", "adamw")
+_CNNS = tuple(name for name in models.MODELS if name.startswith(("resnet", "vgg")))
+MODELS = ("mlp", *_CNNS, "vit")  # those that take images
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a run depends on; ``config.toml`` holds exactly this.
+
+    ``epochs``, ``drops``, ``until`` and ``warmup`` are in epochs and ``every`` in steps, all before
+    ``scale`` and ``extend``. What the method does not take is None.
+    """
+
+    dataset: str
+    model: str
+    method: str
+    sparsity: float
+    width: float
+    assignment: str
+    keep_dense: tuple[str, ...]
+    every: int | None
+    until: float | None
+    fraction: float | None
+    subset: float | None
+    distribution: str | None
+    scope: str | None
+    epochs: float
+    drops: tuple[float, ...]
+    drop_factor: float
+    warmup: float
+    scale: float
+    extend: float
+    batch_size: int
+    optimizer: str
+    lr: float
+    momentum: float
+    weight_decay: float
+    label_smoothing: float
+    image_size: int | None
+    crop: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` for a setting that makes no sense."""
+        _check(self)
+
+    def to_toml(self) -> str:
+        """The text of ``config.toml``."""
+        return toml.dumps(asdict(self))
+
+    def schedule(self, steps_per_epoch: int) -> Schedule:
+        """What happens at which step."""
+        method = METHODS[self.method]
+        return Schedule.of(self, steps_per_epoch, rewires=method.rewires)
+
+    @property
+    def label(self) -> str:
+        """A name for the run, another one for other settings."""
+        dataset = Path(self.dataset).name or "images"
+        shares = () if self.method == "dense" else (f"{self.sparsity:g}",)
+        digest = hashlib.sha256(self.to_toml().encode()).hexdigest()[:6]
+        return "-".join((dataset, self.model, self.method, *shares, f"seed{self.seed}", digest))
+
+
+NAMES = tuple(field.name for field in fields(Config))
+
+# Recipes ------------------------------------------------------------------------------------------
+
+_PAPER: dict[str, Any] = {
+    "model": "vgg16",
+    "method": "gse",
+    "sparsity": 0.95,
+    "width": 1.0,
+    "assignment": "erdos-renyi",
+    "keep_dense": (),
+    "every": 1000,
+    "until": 120.0,
+    "fraction": 0.2,
+    "subset": 1.0,
+    "distribution": "uniform",
+    "epochs": 200.0,
+    "drops": (80.0, 120.0),
+    "drop_factor": 0.1,
+    "warmup": 0.0,
+    "scale": 1.0,
+    "extend": 1.0,
+    "batch_size": 128,
+    "optimizer": "sgd",
+    "lr": 0.1,
+    "momentum": 0.9,
+    "weight_decay": 1e-4,
+    "label_smoothing": 0.0,
+    "seed": 0,
+}
+_IMAGENET: dict[str, Any] = _PAPER | {
+    "model": "resnet50",
+    "sparsity": 0.9,
+    "until": 60.0,
+    "subset": 2.0,
+    "epochs": 100.0,
+    "drops": (30.0, 60.0, 90.0),
+    "warmup": 5.0,
+    "label_smoothing": 0.1,
+}
+_FASHION: dict[str, Any] = _PAPER | {"model": "mlp"}
+_DIGITS: dict[str, Any] = _PAPER | {
+    "model": "mlp",
+    "sparsity": 0.98,
+    "every": 50,
+    "until": 30.0,
+    "epochs": 50.0,
+    "drops": (20.0, 30.0),
+    "batch_size": 32,
+}
+_RECIPES = {
+    "digits": _DIGITS,
+    "fashion-mnist": _FASHION,
+    "cifar10": _PAPER,
+    "cifar100": _PAPER,
+}
+_ADAM = 1e-3  # the usual learning rate of Adam
+_VIT = 0.01
+
+
+def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What settings are when they are not given, for this data set, model, method and optimizer."""
+    defaults = _RECIPES.get(given.get("dataset", "digits"), _IMAGENET) | {"dataset": "digits"}
+    chosen = {**defaults, **given}
+    if chosen["optimizer"] in ("adam", "adamw"):
+        defaults["lr"] = _ADAM
+    elif chosen["model"] == "vit":
+        defaults["lr"] = _VIT
+    method = METHODS.get(chosen["method"])
+    if method is not None:
+        defaults |= method.defaults
+        defaults |= {name: None for name in OPTIONS if name not in method.options}
+    return defaults
+
+
+def resolve(given: Mapping[str, Any]) -> Config:
+    """The whole config, from what is given of it.
+
+    Raises:
+        ValueError: if something is given that does not exist, fit or make sense.
+
+    Example:
+        >>> config = resolve({"dataset": "cifar10", "model": "vit", "method": "set"})
+        >>> config.lr, config.epochs, config.every, config.subset
+        (0.01, 200.0, 1000, None)
+    """
+    given = {name: value for name, value in given.items() if value is not None}
+    for name in given:
+        if name not in NAMES:
+            close = get_close_matches(name, NAMES, 1)
+            hint = f"did you mean {close[0]}?" if close else f"there are: {', '.join(NAMES)}"
+            raise ValueError(f"there is no setting {name!r}; {hint}")
+    merged = recipe(given) | given
+    _choice("method", merged["method"], tuple(METHODS))
+    for name in given:
+        if name in OPTIONS and name not in METHODS[merged["method"]].options:
+            users = ", ".join(n for n, m in METHODS.items() if name in m.options)
+            raise ValueError(f"{merged['method']} has no {name}, leave it out; it is for {users}")
+    return Config(**{field.name: _typed(field, merged.get(field.name)) for field in fields(Config)})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The settings in a TOML file, some or all."""
+    return toml.read(path)
+
+
+def differences(ours: Config, theirs: Config) -> str:
+    """Which settings differ, in words; empty if none does."""
+    a, b = asdict(ours), asdict(theirs)
+    return ", ".join(
+        f"{name} {_word(b[name])} there, {_word(a[name])} here" for name in a if a[name] != b[name]
+    )
+
+
+def _word(value: Any) -> str:
+    return "none" if value is None else str(value)
+
+
+# Checks -------------------------------------------------------------------------------------------
+
+
+def _typed(field: Any, value: Any) -> Any:
+    """The value as the field has it: whole numbers where floats belong are fine, and lists for tuples."""
+    kind = field.type
+    if value is None and "None" in kind:
+        return None
+    wrong = ValueError(f"{field.name} must be {_KINDS[kind]}, got {value!r}")
+    if kind.startswith("tuple"):
+        inner: type = str if "str" in kind else float
+        if not isinstance(value, list | tuple):
+            raise wrong
+        if not all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
+            raise wrong
+        return tuple(inner(v) for v in value)
+    wanted: type = {"s": str, "f": float, "i": int}[kind[0]]
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise wrong
+    return value
+
+
+_KINDS = {
+    "str": "a word",
+    "str | None": "a word",
+    "float": "a number",
+    "float | None": "a number",
+    "int": "a whole number",
+    "int | None": "a whole number",
+    "tuple[str, ...]": "a list of words",
+    "tuple[float, ...]": "a list of numbers",
+}
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"there is no {name} {value!r}; choose one of {', '.join(choices)}")
+
+
+def _check(c: Config) -> None:
+    _choice("model", c.model, MODELS)
+    _choice("method", c.method, tuple(METHODS))
+    _choice("assignment", c.assignment, tuple(SHARES))
+    _choice("optimizer", c.optimizer, OPTIMIZERS)
+    if c.scope is not None:
+        _choice("scope", c.scope, ("global", "layer"))
+    if c.distribution is not None:
+        _choice("distribution", c.distribution, ("uniform", "grabo", "graest"))
+    if c.crop is not None:
+        _choice("crop", c.crop, ("area", "plain"))
+    for name in ("width", "epochs", "scale", "extend", "lr", "subset", "until", "drop_factor"):
+        value = getattr(c, name)
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} must be a number above 0, got {value}")
+    for name in ("momentum", "weight_decay", "warmup"):
+        if not 0 <= getattr(c, name) < math.inf:
+            raise ValueError(f"{name} must be a number of at least 0, got {getattr(c, name)}")
+    for name in ("momentum", "label_smoothing", "sparsity"):
+        if not 0 <= getattr(c, name) < 1:
+            raise ValueError(
+                f"{name} must be at least 0 and below 1, got {getattr(c, name)}"
+                + (" (0.95 is 95 %)" if name == "sparsity" else "")
+            )
+    if c.fraction is not None and not 0 < c.fraction < 1:
+        raise ValueError(f"fraction must be above 0 and below 1, got {c.fraction}")
+    for name in ("every", "batch_size", "image_size"):
+        value = getattr(c, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if c.seed < 0:
+        raise ValueError(f"seed must be at least 0, got {c.seed}")
+    if any(not 0 < drop < math.inf for drop in c.drops) or list(c.drops) != sorted(c.drops):
+        raise ValueError(f"drops must be epochs above 0 in order, got {list(c.drops)}")

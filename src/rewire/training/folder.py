@@ -1,0 +1,175 @@
+"""The folder of a run: its config, metrics, checkpoints and, in the end, its model."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from rewire import files
+from rewire.training import checkpoint
+from rewire.training import config as configs
+from rewire.training.config import Config
+
+CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
+CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+
+
+class RunError(RuntimeError):
+    """A folder cannot be used as asked; the message says what to do."""
+
+
+class Folder:
+    """A run on disk.
+
+    A run is finished when its model is there, which is written last. To write to it, enter it.
+
+    Attributes:
+        path: the folder.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._metrics: BinaryIO | None = None
+        self._lock: int | None = None
+
+    @property
+    def model(self) -> Path:
+        """The final model."""
+        return self.path / MODEL
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / CHECKPOINTS
+
+    @property
+    def exists(self) -> bool:
+        """Whether there is a run in it."""
+        return (self.path / CONFIG).exists()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run came to its end."""
+        return self.model.exists()
+
+    def config(self) -> Config:
+        """The config of the run in it."""
+        if not self.exists:
+            raise RunError(f"{self.path} holds no run: there is no {CONFIG} in it")
+        return configs.resolve(configs.read(self.path / CONFIG))
+
+    def claim(self, config: Config, *, overwrite: bool = False) -> bool:
+        """Make this the folder of a run; whether it is one already, of the same config, to go on with.
+
+        Raises:
+            RunError: if it holds another run, or a finished one.
+        """
+        if self.exists and not overwrite:
+            if different := configs.differences(config, self.config()):
+                raise RunError(
+                    f"{self.path} holds a run with other settings ({different}): choose another folder "
+                    "with --out, or start over with --overwrite"
+                )
+            if self.finished:
+                raise RunError(
+                    f"{self.path} holds this run, finished: see `rewire eval {self.path}`; to train "
+                    "again choose another folder with --out, or start over with --overwrite"
+                )
+            return True
+        if not self.exists and self.path.is_dir() and any(self.path.iterdir()):
+            raise RunError(
+                f"{self.path} is not empty and holds no run: choose another folder with --out"
+            )
+        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, CONFIG):
+            files.remove(self.path / name)
+        files.write_text(self.path / CONFIG, config.to_toml())
+        return False
+
+    def __enter__(self) -> Folder:
+        """Keep other processes out.
+
+        Raises:
+            RunError: if another one is in.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return self
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise RunError(f"another process is training in {self.path}; wait for it") from error
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    # Metrics --------------------------------------------------------------------------------------
+
+    def open_metrics(self, position: int) -> None:
+        """Go on writing metrics after so many bytes; what comes later is forgotten."""
+        file = (self.path / METRICS).open("ab")
+        file.truncate(min(position, file.tell()))
+        file.seek(0, os.SEEK_END)
+        self._metrics = file
+
+    def write(self, entry: Mapping[str, Any]) -> None:
+        """Write one line of metrics; numbers that are not finite become null."""
+        assert self._metrics is not None
+        self._metrics.write(json.dumps(plain(entry), allow_nan=False).encode() + b"\n")
+
+    def flush(self, *, sync: bool = False) -> int:
+        """Make lines visible to others, or safe on disk; how many bytes there are."""
+        assert self._metrics is not None
+        self._metrics.flush()
+        if sync:
+            os.fsync(self._metrics.fileno())
+        return self._metrics.tell()
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The lines of metrics."""
+        with suppress(FileNotFoundError), (self.path / METRICS).open(encoding="utf-8") as file:
+            for line in file:
+                yield json.loads(line)
+
+    # Checkpoints ----------------------------------------------------------------------------------
+
+    def save(self, step: int, state: Any) -> None:
+        """Write a checkpoint."""
+        checkpoint.save(self.checkpoints, step, state)
+
+    def load(self) -> checkpoint.Loaded | None:
+        """The newest checkpoint that is whole, if there is any."""
+        if self.checkpoints.is_dir():
+            files.sweep(self.checkpoints)
+        try:
+            return checkpoint.load_newest(self.checkpoints)
+        except checkpoint.CheckpointError as error:
+            raise RunError(f"{error}. Start over with --overwrite.") from error
+
+
+def plain(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A line as JSON can have it: numbers that are not finite become None."""
+    return {key: None if _is_odd(value) else value for key, value in entry.items()}
+
+
+def _is_odd(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

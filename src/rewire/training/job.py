@@ -1,0 +1,153 @@
+"""What a config means: data, models, an optimizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rewire import data, models
+from rewire.data.decode import MARGIN, Crop
+from rewire.sparsify import sparsify
+from rewire.training.config import Config
+from rewire.training.methods import METHODS, Method
+from rewire.training.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Job:
+    """A config with its data at hand.
+
+    Attributes:
+        config: the settings.
+        dataset: the images.
+        device: where the model is.
+        method: how it trains.
+        schedule: what happens at which step.
+    """
+
+    config: Config
+    dataset: data.Dataset
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def __post_init__(self) -> None:
+        """Raise ``ValueError`` if the model cannot take the images, or the schedule does not fit."""
+        _check_fit(self.config, self.dataset)
+        assert self.schedule
+
+    @property
+    def method(self) -> Method:
+        return METHODS[self.config.method]
+
+    @property
+    def schedule(self) -> Schedule:
+        batches = len(self.dataset.train) // self.config.batch_size
+        if batches == 0:
+            raise ValueError(
+                f"{self.config.dataset} has {len(self.dataset.train)} training images, less than one "
+                f"batch of {self.config.batch_size}: lower batch_size"
+            )
+        return self.config.schedule(batches)
+
+    def dense(self) -> nn.Module:
+        """The model with all its weights, as the seed gives them."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.config.seed)
+            model = self._build()
+        if self.config.model != "mlp" and self.device.type == "cpu":
+            model = cast(Any, model).to(
+                memory_format=torch.channels_last
+            )  # what torch is fastest in
+        return model.to(self.device)
+
+    def sparse(self) -> nn.Module:
+        """The model with random connections, as the seed gives them; no dense weight is made."""
+        config = self.config
+        with torch.device("meta"):
+            model = self._build()
+        model = sparsify(
+            model,
+            config.sparsity,
+            assignment=config.assignment,
+            keep_dense=config.keep_dense,
+            seed=config.seed,
+        )
+        return model.to(self.device)
+
+    def _build(self) -> nn.Module:
+        channels, height, width = self.dataset.shape
+        arguments: dict[str, Any] = {"num_classes": self.dataset.num_classes}
+        if self.config.model == "mlp":
+            arguments["in_features"] = channels * height * width
+        elif self.config.model == "vit":
+            arguments["image_size"] = height
+        return models.build(self.config.model, width=self.config.width, **arguments)
+
+    def optimizer(self, model: nn.Module) -> Optimizer:
+        """For all parameters of a model."""
+        config, decay = self.config, self.config.weight_decay
+        if config.optimizer == "sgd":
+            momentum = config.momentum
+            return torch.optim.SGD(
+                model.parameters(), lr=config.lr, momentum=momentum, weight_decay=decay
+            )
+        kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
+        return kind(model.parameters(), lr=config.lr, weight_decay=decay)
+
+    def samples(self, per_class: int) -> tuple[Tensor, Tensor]:
+        """So many training images of each class, not augmented, and their labels; the seed says which."""
+        split, seed = self.dataset.train, self.config.seed
+        order = np.random.default_rng(seed).permutation(len(split))
+        labels = split.labels.numpy()[order]
+        chosen = [order[labels == c][:per_class] for c in range(self.dataset.num_classes)]
+        indices = np.concatenate(chosen)
+        images = split.read((indices, None)).to(self.device)
+        return images, split.labels[torch.from_numpy(indices)].to(self.device)
+
+    def notes(self) -> dict[str, Any]:
+        """What has to be known to use the model on other images."""
+        test = self.dataset.test
+        return {
+            "dataset": self.config.dataset,
+            "classes": list(self.dataset.classes),
+            "shape": list(self.dataset.shape),
+            "mean": list(test.mean),
+            "std": list(test.std),
+            "margin": MARGIN if isinstance(test, data.ImageFiles) else 1.0,
+        }
+
+
+def load_data(
+    config: Config, root: Path | None = None, *, download: bool = False, workers: int | None = None
+) -> data.Dataset:
+    """The data set of a config."""
+    return data.load(
+        config.dataset,
+        root,
+        download=download,
+        size=config.image_size,
+        crop=cast("Crop | None", config.crop),
+        workers=workers,
+    )
+
+
+def _check_fit(config: Config, dataset: data.Dataset) -> None:
+    channels, height, width = dataset.shape
+    model, problem = config.model, None
+    if model != "mlp" and channels != 3:
+        problem = "images in colour"
+    elif model.startswith("vgg") and (height, width) != (32, 32):
+        problem = "images of 32x32 pixels"
+    elif model == "vit" and (height != width or height % 4):
+        problem = "square images of a multiple of 4 pixels"
+    if problem is not None:
+        colour = "grey " if channels == 1 else ""
+        raise ValueError(
+            f"{model} takes {problem}, but those of {config.dataset} are {colour}{height}x{width}: use "
+            "another model, such as mlp, or other data"
+        )

@@ -1,0 +1,387 @@
+"""The training loop: steps, epochs, checkpoints, and what is told about them."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import rewire
+from rewire import flops, saving
+from rewire.data import Loader
+from rewire.methods import Rewiring
+from rewire.training.folder import Folder
+from rewire.training.interrupts import Interrupted, Interrupts
+from rewire.training.interval import Interval
+from rewire.training.job import Job
+from rewire.training.methods import Steps
+from rewire.training.processes import Processes
+from rewire.training.progress import Progress
+
+_SHARE = 20  # checkpoints at the end of an epoch take at most one part in so many of the time
+
+
+class Trainer:
+    """A run, from its first step or from a checkpoint to its end.
+
+    All that the coming steps depend on is in :meth:`state_dict`; randomness is a function of the seed,
+    the step and the process.
+
+    Args:
+        job: what to train.
+        folder: where to write; None to write nothing.
+        progress: who is told.
+        interrupts: who says when to stop.
+        processes: those that train together.
+        every: how often to write checkpoints, besides the ends of epochs.
+
+    Attributes:
+        step: steps done.
+        stage: how often the model was exchanged for another.
+        model, optimizer, rewirer: as they are now.
+        best, best_epoch: the highest test accuracy so far, and when.
+        seconds: time spent, over all sittings.
+        rewiring: the last one in this sitting.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    rewirer: Steps | None
+
+    def __init__(
+        self,
+        job: Job,
+        folder: Folder | None = None,
+        progress: Progress | None = None,
+        interrupts: Interrupts | None = None,
+        processes: Processes | None = None,
+        every: Interval | None = None,
+    ) -> None:
+        self.job, self.schedule, self.folder = job, job.schedule, folder
+        self.progress = progress or Progress()
+        self.interrupts = interrupts or Interrupts()
+        self.processes = processes or Processes()
+        self.every = every or Interval(seconds=300)
+        config = job.config
+        self.train, self.test = job.dataset.loaders(
+            config.batch_size,
+            seed=config.seed,
+            rank=self.processes.rank,
+            world=self.processes.world,
+        )
+        self.step = self.stage = self.evaluated = self.best_epoch = 0
+        self.best, self.seconds = 0.0, 0.0
+        self.rewiring: Rewiring | None = None
+        self.sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, images of this epoch
+        self._clock = self._saved = time.perf_counter()
+        self._saved_step, self._saving = 0, 0.0
+
+    # Start ----------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Make the model, or go on from the newest checkpoint."""
+        loaded = None if self.folder is None else self.folder.load()
+        if loaded is None:
+            self._take(self.job.method.start(self.job))
+            position = 0
+        else:
+            for problem in loaded.damaged:
+                self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
+            self.load_state_dict(loaded.state)
+            position = loaded.state["metrics"]
+            self._compare(loaded.state["machine"])
+            self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
+        if self.folder is not None and self.processes.rank == 0:
+            self.folder.open_metrics(position)
+        self._clock = self._saved = time.perf_counter()
+        self._saved_step = self.step
+
+    def _take(self, model: nn.Module) -> None:
+        self.model = model.train()
+        self.optimizer = self.job.optimizer(model)
+        self.rewirer = self.job.method.rewirer(self.job, model, self.optimizer)
+        self.processes.start(model)
+        self.density = rewire.summary(model, show=False).density
+
+    def swap(
+        self, model: nn.Module, optimizer_state: Mapping[str, dict[str, Any]] | None = None
+    ) -> None:
+        """Go on with another model, for methods that exchange it.
+
+        The optimizer and the rewirer are made anew. Parameters of the same name and shape keep their
+        optimizer state; ``optimizer_state`` gives that of others, by name.
+        """
+        held = {name: (p, self.optimizer.state.get(p)) for name, p in self.model.named_parameters()}
+        self.stage += 1
+        self._take(model)
+        for name, parameter in model.named_parameters():
+            old, state = held.get(name, (None, None))
+            if optimizer_state is not None and name in optimizer_state:
+                self.optimizer.state[parameter] = optimizer_state[name]
+            elif old is not None and state and old.shape == parameter.shape:
+                self.optimizer.state[parameter] = state
+
+    # The loop -------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end and return its summary.
+
+        Raises:
+            Interrupted: if a signal came; a checkpoint is written.
+        """
+        try:
+            self.begin()
+            self.progress.begin(self)
+            while self.step < self.schedule.steps:
+                self._epoch()
+                self._evaluate()
+            self._evaluate()  # if it was interrupted in the last one
+            return self._finish()
+        finally:
+            self.progress.close()
+
+    def _epoch(self) -> None:
+        """The rest of an epoch, or of the run."""
+        ended = self.evaluated < self.step and self.step % self.schedule.steps_per_epoch == 0
+        if ended and self.train.batch == 0:  # it was interrupted in the evaluation
+            return
+        self.model.train()
+        for x, y in self.train:
+            self._step(x.to(self.job.device), y.to(self.job.device))
+            self.progress.step(self)
+            self._pause()
+            if self.step == self.schedule.steps:
+                return
+
+    def _step(self, x: Tensor, y: Tensor) -> None:
+        self._seed()
+        rate = self.schedule.rate(self.step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        logits = self.model(x)
+        loss = F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
+        loss.backward()
+        self.processes.average()
+        self.optimizer.step()
+        self.rewiring = self.rewirer.step() if self.rewirer is not None else None
+        self.step += 1
+        with torch.no_grad():
+            self.sums += _counts(loss, logits, y)
+        if self.rewiring is not None:
+            self._tell(_rewiring(self.rewiring))
+        if self.job.method.after_step is not None:
+            self.job.method.after_step(self)
+
+    def _seed(self) -> None:
+        """Set torch's global generators, for dropout and the like."""
+        key = f"{self.job.config.seed}:{self.step}:{self.processes.rank}".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:8], "little")
+        torch.default_generator.manual_seed(seed)
+        if self.job.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
+    def _evaluate(self) -> None:
+        """Test after an epoch, and write its line."""
+        if self.evaluated == self.step:
+            return
+        loss, accuracy = evaluate(
+            self.model, self.test, self.job.device, self._check, self.processes
+        )
+        sums = self.processes.total(self.sums).tolist()
+        images = max(1.0, sums[2])
+        epoch = -(-self.step // self.schedule.steps_per_epoch)
+        if accuracy > self.best or self.evaluated == 0:
+            self.best, self.best_epoch = accuracy, epoch
+        self._tick()
+        self._tell(
+            {
+                "event": "epoch",
+                "epoch": epoch,
+                "step": self.step,
+                "train_loss": sums[0] / images,
+                "train_accuracy": sums[1] / images,
+                "test_loss": loss,
+                "test_accuracy": accuracy,
+                "best": self.best,
+                "lr": self.schedule.rate(self.step - 1),
+                "density": self.density,
+                "seconds": round(self.seconds, 3),
+            }
+        )
+        self.evaluated = self.step
+        self.sums.zero_()
+        if self.folder is not None and self.processes.rank == 0:
+            self.folder.flush()
+        if time.perf_counter() - self._saved >= _SHARE * self._saving:
+            self.save()
+
+    def _finish(self) -> dict[str, Any]:
+        counted = flops.count(self.model, self.job.dataset.shape)
+        held = rewire.summary(self.model, show=False)
+        training = self.job.method.flops(counted, self.job)
+        last = self.last
+        summary = {
+            "event": "end",
+            "accuracy": last["test_accuracy"],
+            "loss": last["test_loss"],
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "steps": self.step,
+            "connections": held.connections or sum(row.connections for row in held.layers),
+            "weights": sum(
+                row.weights for row in held.layers if row.sparse or not held.connections
+            ),
+            "flops": counted.sparse,
+            "dense_flops": counted.dense,
+            "training_flops": training,
+            "dense_training_flops": flops.dense(counted),
+            "seconds": round(self.seconds, 3),
+        }
+        self._tell(summary)
+        if self.folder is not None and self.processes.rank == 0:
+            self.folder.flush(sync=True)
+            saving.save(self.model, self.folder.model, notes=self.job.notes())
+        return summary
+
+    # Telling and saving ---------------------------------------------------------------------------
+
+    def _tell(self, entry: dict[str, Any]) -> None:
+        if entry["event"] == "epoch":
+            self.last = entry
+        if self.folder is not None and self.processes.rank == 0:
+            self.folder.write(entry)
+        self.progress.line(entry)
+
+    def _tick(self) -> None:
+        now = time.perf_counter()
+        self.seconds += now - self._clock
+        self._clock = now
+
+    def _pause(self) -> None:
+        """Between two steps: stop if asked to, write a checkpoint if it is time."""
+        self._check()
+        steps, seconds = self.step - self._saved_step, time.perf_counter() - self._saved
+        if self.every.over(steps, seconds):
+            self.save()
+
+    def _check(self) -> None:
+        received = self.interrupts.received
+        if self.processes.any(received is not None):
+            self.save()
+            raise Interrupted(received or 15, self.step)
+
+    def save(self) -> None:
+        """Write a checkpoint, if there is something new."""
+        begun = time.perf_counter()
+        if self.folder is not None and self.processes.rank == 0:
+            self.folder.save(
+                self.step, self.state_dict() | {"metrics": self.folder.flush(sync=True)}
+            )
+        self._saved = time.perf_counter()
+        self._saved_step, self._saving = self.step, self._saved - begun
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the coming steps depend on, and what has been so far."""
+        self._tick()
+        return {
+            "step": self.step,
+            "stage": self.stage,
+            "evaluated": self.evaluated,
+            "sums": self.sums.clone(),
+            "last": getattr(self, "last", None),
+            "best": self.best,
+            "best_epoch": self.best_epoch,
+            "seconds": self.seconds,
+            "data": self.train.state_dict(),
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "rewirer": None if self.rewirer is None else self.rewirer.state_dict(),
+            "machine": machine(self.job.device),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take :meth:`state_dict` back."""
+        for name in ("step", "stage", "evaluated", "best", "best_epoch", "seconds"):
+            setattr(self, name, state[name])
+        self.sums = state["sums"].clone()
+        if state["last"] is not None:
+            self.last = state["last"]
+        self.train.load_state_dict(state["data"])
+        model = shell(self.job, state)
+        self._take(model)
+        self.optimizer.load_state_dict(state["optimizer"])
+        if self.rewirer is not None:
+            self.rewirer.load_state_dict(state["rewirer"])
+
+    def _compare(self, then: Mapping[str, Any]) -> None:
+        now = machine(self.job.device)
+        for name, value in then.items():
+            if now[name] != value:
+                self.progress.note(
+                    f"{name} was {value} so far and is {now[name]} now: the result may differ slightly "
+                    "from that of an uninterrupted run"
+                )
+
+
+def shell(job: Job, state: Mapping[str, Any]) -> nn.Module:
+    """The model in the state of a Trainer."""
+    model: nn.Module = job.method.shells[state["stage"]](job)
+    model.load_state_dict(state["model"])
+    return model
+
+
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    device: torch.device,
+    check: Any = lambda: None,
+    processes: Processes | None = None,
+) -> tuple[float, float]:
+    """Mean loss and accuracy over all batches; ``check`` is called between them."""
+    model.eval()
+    sums = torch.zeros(3, dtype=torch.float64)
+    with torch.no_grad():
+        for x, y in loader:
+            logits, y = model(x.to(device)), y.to(device)
+            sums += _counts(F.cross_entropy(logits, y), logits, y)
+            check()
+    loss, hits, images = (processes or Processes()).total(sums).tolist()
+    return loss / images, hits / images
+
+
+def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
+    """Loss, hits and images of a batch."""
+    hits = (logits.argmax(1) == labels).sum()
+    images = torch.tensor(len(labels), device=loss.device)
+    return torch.stack([loss.double() * len(labels), hits.double(), images.double()]).cpu()
+
+
+def _rewiring(r: Rewiring) -> dict[str, Any]:
+    return {
+        "event": "rewiring",
+        "step": r.step,
+        "fraction": r.fraction,
+        "active": r.active,
+        "grown": r.grown,
+        "pruned": r.pruned,
+        "subset": r.subset,
+        "turnover": r.turnover,
+        "explored": r.explored,
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What results depend on in their last bits."""
+    return {
+        "rewire": rewire.__version__,
+        "torch": str(torch.__version__),
+        "threads": torch.get_num_threads(),
+        "device": str(device),
+    }

@@ -1,0 +1,104 @@
+"""Using the model of a run: testing it, and asking what is in images."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rewire import data, saving
+from rewire.training.folder import Folder, RunError
+from rewire.training.job import Job, load_data
+from rewire.training.loop import shell
+
+
+@dataclass(frozen=True)
+class Tested:
+    """How good a model is.
+
+    Attributes:
+        what: which model it is, in words.
+        dataset: whose test images were used.
+        images: how many.
+        accuracy, loss: over all of them.
+        classes: the accuracy of each class.
+    """
+
+    what: str
+    dataset: str
+    images: int
+    accuracy: float
+    loss: float
+    classes: dict[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def load(
+    path: Path, *, root: Path | None = None, workers: int | None = None
+) -> tuple[nn.Module, str]:
+    """The model of a run, or of its newest checkpoint, and which of them it is."""
+    folder = Folder(path)
+    if folder.finished:
+        return saving.load(folder.model), str(folder.model)
+    config = folder.config()
+    loaded = folder.load()
+    if loaded is None:
+        raise RunError(f"the run in {path} has no checkpoint yet; go on with it first")
+    model = shell(Job(config, load_data(config, root, workers=workers)), loaded.state)
+    return model, f"{loaded.path} (unfinished)"
+
+
+def evaluate(
+    path: Path, device: torch.device, *, root: Path | None = None, workers: int | None = None
+) -> Tested:
+    """Test the model of a run on its data set."""
+    config = Folder(path).config()
+    model, what = load(path, root=root, workers=workers)
+    dataset = load_data(config, root, workers=workers)
+    _, loader = dataset.loaders(config.batch_size)
+    model.to(device).eval()
+    loss, right = 0.0, torch.zeros(dataset.num_classes, dtype=torch.int64)
+    with torch.no_grad():
+        for x, y in loader:
+            logits = model(x.to(device)).cpu()
+            loss += float(F.cross_entropy(logits, y, reduction="sum"))
+            right += torch.bincount(y[logits.argmax(1) == y], minlength=dataset.num_classes)
+    count = torch.bincount(dataset.test.labels, minlength=dataset.num_classes)
+    images = int(count.sum())
+    shares = (right / count.clamp(min=1)).tolist()
+    return Tested(
+        what=what,
+        dataset=config.dataset,
+        images=images,
+        accuracy=int(right.sum()) / images,
+        loss=loss / images,
+        classes=dict(zip(dataset.classes, shares, strict=True)),
+    )
+
+
+def predict(
+    path: Path, images: Sequence[Path], top: int, device: torch.device
+) -> list[list[tuple[str, float]]]:
+    """The most likely classes of each image, with their probabilities."""
+    folder = Folder(path)
+    if not folder.finished:
+        folder.config()  # says so if there is no run at all
+        raise RunError(f"the run in {path} is not finished; go on with it first")
+    notes = saving.read_notes(folder.model)
+    model = saving.load(folder.model).to(device).eval()
+    x = data.open_images(
+        images, tuple(notes["shape"]), notes["mean"], notes["std"], notes["margin"]
+    )
+    with torch.no_grad():
+        shares: Tensor = model(x.to(device)).softmax(1).cpu()
+    best = shares.topk(min(top, shares.shape[1]), dim=1)
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [[(notes["classes"][i], s) for i, s in zip(*row, strict=True)] for row in pairs]

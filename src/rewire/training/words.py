@@ -1,0 +1,90 @@
+"""A run in words: its title, and the report at its end."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import rewire
+
+if TYPE_CHECKING:
+    from rewire.training.loop import Trainer
+
+
+def percent(share: float) -> str:
+    """In percent, with as many digits as matter.
+
+    >>> percent(0.98712), percent(0.02), percent(0.0004)
+    ('98.71 %', '2 %', '0.04 %')
+    """
+    return f"{100 * share:.4g} %"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units.
+
+    >>> duration(7.4), duration(75), duration(7_380)
+    ('7 s', '1 min 15 s', '2 h 3 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def images(rate: float) -> str:
+    """Images per second."""
+    return f"{rate:,.0f} images/s"
+
+
+def big(count: float) -> str:
+    """A large number in few digits.
+
+    >>> big(1234567), big(640)
+    ('1.23 M', '640')
+    """
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.3g} {unit}"
+    return f"{count:.3g}"
+
+
+def title(trainer: Trainer) -> str:
+    """What is about to be trained."""
+    job, config = trainer.job, trainer.job.config
+    held = rewire.summary(trainer.model, show=False)
+    wired = "dense"
+    if held.connections:
+        weights = sum(row.weights for row in held.layers if row.sparse)
+        wired = f"{held.connections:,} of {weights:,} connections ({percent(held.density)})"
+    where = f"{job.device}, {torch.get_num_threads()} threads"
+    out = "" if trainer.folder is None else f"\nto {trainer.folder.path}"
+    return (
+        f"{config.model} on {config.dataset} by {config.method}: {wired}, {trainer.schedule.epochs:,} "
+        f"epochs of {trainer.schedule.steps_per_epoch:,} steps, {where}{out}"
+    )
+
+
+def report(trainer: Trainer, entry: dict[str, Any]) -> str:
+    """What has become of it."""
+    seconds = max(entry["seconds"], 1e-9)
+    seen = entry["steps"] * trainer.job.config.batch_size
+    forward, training = (
+        entry[f"{kind}flops"] / max(1, entry[f"dense_{kind}flops"]) for kind in ("", "training_")
+    )
+    best = f"best {percent(entry['best'])} in epoch {entry['best_epoch']}"
+    wired = f"{entry['connections']:,} of {entry['weights']:,}"
+    rows = {
+        "test accuracy": f"{percent(entry['accuracy'])} ({best})",
+        "time": f"{duration(seconds)}, {images(seen / seconds)}",
+        "connections": f"{wired} ({percent(entry['connections'] / max(1, entry['weights']))})",
+        "FLOPs, forward": f"{big(entry['flops'])} per image, {percent(forward)} of dense",
+        "FLOPs, training": f"{big(entry['training_flops'])} per image, {percent(training)} of dense",
+    }
+    if trainer.folder is not None:
+        rows["model"] = str(trainer.folder.model)
+    wide = max(map(len, rows))
+    return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows.items())
