@@ -1,7 +1,8 @@
 #include "memory.h"
 
+#include <algorithm>
 #include <cstdlib>
-#include <map>
+#include <iterator>
 #include <mutex>
 #include <vector>
 
@@ -14,16 +15,43 @@ constexpr std::size_t kLine = 64;
 
 std::size_t rounded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
-// Kept blocks by size. Never more than was in use at once: `free_` <= `peak_` - `used_`.
+// Blocks that were given back, the longest unused first. There are a few hundred at most. Used and kept
+// together are at most `limit()`: what was in use at once, and a quarter more, because a rewiring needs
+// blocks of new sizes for a moment and must not cost those of the activations.
 struct Cache {
+    struct Block {
+        std::size_t bytes;
+        void* data;
+    };
     std::mutex mutex;
-    std::map<std::size_t, std::vector<void*>> blocks;
+    std::vector<Block> blocks;
     std::size_t used = 0, peak = 0, kept = 0;
+
+    std::size_t limit() const { return peak + peak / 4; }
+
+    // Of this size, the last one that was given back: it may still be in the processor's cache.
+    void* find(std::size_t bytes) {
+        const auto last = std::find_if(blocks.rbegin(), blocks.rend(), [&](const Block& b) { return b.bytes == bytes; });
+        if (last == blocks.rend()) return nullptr;
+        void* const data = last->data;
+        blocks.erase(std::next(last).base());
+        kept -= bytes;
+        return data;
+    }
+
+    // Frees the longest unused blocks until `bytes` more are within the limit.
+    void make_room(std::size_t bytes) {
+        auto end = blocks.begin();
+        for (; end != blocks.end() && used + kept + bytes > limit(); ++end) {
+            std::free(end->data);
+            kept -= end->bytes;
+        }
+        blocks.erase(blocks.begin(), end);
+    }
 
     std::size_t clear() {
         const std::size_t freed = kept;
-        for (auto& [size, list] : blocks)
-            for (void* data : list) std::free(data);
+        for (const Block& block : blocks) std::free(block.data);
         blocks.clear();
         kept = 0;
         return freed;
@@ -41,14 +69,9 @@ void* take_memory(std::size_t bytes) {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
-    void* data = nullptr;
-    auto found = c.blocks.find(bytes);
-    if (found != c.blocks.end() && !found->second.empty()) {
-        data = found->second.back();
-        found->second.pop_back();
-        c.kept -= bytes;
-    } else {
-        if (c.used + c.kept + bytes > c.peak) c.clear();  // sizes have changed: make room
+    void* data = c.find(bytes);
+    if (!data) {
+        c.make_room(bytes);
         data = allocate_pages(bytes, bytes >= kHugePage);
     }
     c.used += bytes;
@@ -62,7 +85,7 @@ void give_memory(void* data, std::size_t bytes) {
     const std::lock_guard<std::mutex> lock(c.mutex);
     c.used -= bytes;
     c.kept += bytes;
-    c.blocks[bytes].push_back(data);
+    c.blocks.push_back({bytes, data});
 }
 
 std::size_t empty_cache() {

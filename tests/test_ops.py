@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from rewire import Connections, ops
-from rewire.ops import Convolution, Topology, TopologyError, reference
+from rewire.ops import Convolution, Topology, TopologyError, native, reference
 from rewire.ops.topology import build
 
 LINEAR = Convolution()
@@ -1078,3 +1078,19 @@ def test_memory_is_kept_and_given_back() -> None:
         second = case.run(-case.x, case.values, case.bias)
     assert torch.equal(first, kept)
     assert not torch.equal(second, first)
+
+
+def test_memory_of_other_sizes_does_not_cost_what_is_kept() -> None:
+    """A rewiring asks for sizes of its own, and the next step for those of the last one again."""
+    if not ops.available():
+        pytest.skip("needs the compiled kernels")
+    empty = native.module().f32.empty
+    ops.empty_cache()
+    large, small = 1 << 20, 1 << 16  # elements
+    empty((large,), (1,))  # given back at once
+    empty((small,), (1,))
+    assert ops.empty_cache() == 4 * (large + small)
+    sizes = range(small, 2 * small, 64)
+    for size in sizes:  # but not without end
+        empty((size,), (1,))
+    assert ops.empty_cache() < sum(sizes)
