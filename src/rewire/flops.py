@@ -59,12 +59,11 @@ class Flops:
         return sum(layer.of(layer.weights) for layer in self.layers.values())
 
     def subset(self, factor: float) -> int:
-        """The gradient at ``ceil(factor * |A|)`` inactive connections of each layer, or at all of them."""
-        total = 0
-        for layer in self.layers.values():
-            wanted = math.ceil(factor * layer.connections)
-            total += layer.of(min(wanted, layer.weights - layer.connections))
-        return total
+        """The gradient at ``factor * |A|`` connections of each layer, at most at all."""
+        return sum(
+            layer.of(min(math.ceil(factor * layer.connections), layer.weights))
+            for layer in self.layers.values()
+        )
 
 
 def count(model: nn.Module, shape: tuple[int, ...]) -> Flops:
@@ -136,8 +135,8 @@ def static(flops: Flops) -> float:
 
 
 def guided(flops: Flops, every: int, extra: float) -> float:
-    """``(3 f_S T + 2 f_S + extra) / (T + 1)``: every T steps the weight gradient is that of others.
+    """``(3 f_S T + 2 f_S + extra) / (T + 1)``: every T steps one step for the gradient of others.
 
-    ``extra`` is ``f_D`` for RigL and ``flops.subset(gamma)`` for GSE.
+    ``extra`` is ``f_D`` for RigL and ``flops.subset(gamma)`` for GSE, as in the paper.
     """
     return (3 * flops.sparse * every + 2 * flops.sparse + extra) / (every + 1)

@@ -64,6 +64,14 @@ def train(
         bool, _option("Get the data if it is not there.", _DATA, name="--download")
     ] = False,
     workers: Workers = None,
+    pad: Annotated[
+        int | None,
+        _option(
+            "Pixels around training images, for random crops.",
+            _DATA,
+            "4; digits 1; fashion-mnist 0",
+        ),
+    ] = None,
     image_size: Annotated[
         int | None, _option("Height and width, for folders and ImageNet.", _DATA, "224")
     ] = None,
@@ -151,7 +159,9 @@ def train(
         float | None, _option("Learning rate.", _OPTIMIZER, "0.1; vit 0.01; adam 0.001")
     ] = None,
     momentum: Annotated[float | None, _option("Of sgd.", _OPTIMIZER, "0.9")] = None,
-    weight_decay: Annotated[float | None, _option("Of all weights.", _OPTIMIZER, "1e-4")] = None,
+    weight_decay: Annotated[
+        float | None, _option("Of all weights.", _OPTIMIZER, "1e-4; digits 1e-3")
+    ] = None,
     label_smoothing: Annotated[
         float | None, _option("Of the loss.", _OPTIMIZER, "0; imagenet 0.1")
     ] = None,
@@ -212,7 +222,7 @@ def train(
             folder = _resumed(resume, [*given, *(name for name, used in others.items() if used)])
             config = folder.config()
         else:
-            settings = {} if config_file is None else configs.read(config_file)
+            settings = {} if config_file is None else configs.read(config_file, method)
             config = configs.resolve(settings | given)
             folder = Folder(Path("runs", config.label) if out is None else out)
         job = Job(config, load_data(config, root, download=download, workers=workers), place)

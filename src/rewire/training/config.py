@@ -54,6 +54,7 @@ class Config:
     momentum: float
     weight_decay: float
     label_smoothing: float
+    pad: int | None
     image_size: int | None
     crop: str | None
     seed: int
@@ -129,6 +130,8 @@ _DIGITS: dict[str, Any] = _PAPER | {
     "epochs": 50.0,
     "drops": (20.0, 30.0),
     "batch_size": 32,
+    "weight_decay": 1e-3,
+    "pad": 1,
 }
 _RECIPES = {
     "digits": _DIGITS,
@@ -181,9 +184,12 @@ def resolve(given: Mapping[str, Any]) -> Config:
     return Config(**{field.name: _typed(field, merged.get(field.name)) for field in fields(Config)})
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file, some or all."""
-    return toml.read(path)
+def read(path: Path, method: str | None = None) -> dict[str, Any]:
+    """The settings in a TOML file, some or all; for another ``method``, without what it does not take."""
+    found = toml.read(path)
+    if method not in METHODS or method == found.get("method"):
+        return found
+    return {k: v for k, v in found.items() if k not in OPTIONS or k in METHODS[method].options}
 
 
 def differences(ours: Config, theirs: Config) -> str:
@@ -269,7 +275,9 @@ def _check(c: Config) -> None:
         value = getattr(c, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-    if c.seed < 0:
-        raise ValueError(f"seed must be at least 0, got {c.seed}")
+    for name in ("seed", "pad"):
+        value = getattr(c, name)
+        if value is not None and value < 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
     if any(not 0 < drop < math.inf for drop in c.drops) or list(c.drops) != sorted(c.drops):
         raise ValueError(f"drops must be epochs above 0 in order, got {list(c.drops)}")

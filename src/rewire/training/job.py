@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,7 +126,7 @@ def load_data(
     config: Config, root: Path | None = None, *, download: bool = False, workers: int | None = None
 ) -> data.Dataset:
     """The data set of a config."""
-    return data.load(
+    found = data.load(
         config.dataset,
         root,
         download=download,
@@ -134,6 +134,11 @@ def load_data(
         crop=cast("Crop | None", config.crop),
         workers=workers,
     )
+    if config.pad is None:
+        return found
+    if not isinstance(found.train, data.Images):
+        raise ValueError(f"images of {config.dataset} are cropped, not padded: leave out pad")
+    return replace(found, train=replace(found.train, pad=config.pad))
 
 
 def _check_fit(config: Config, dataset: data.Dataset) -> None:

@@ -104,6 +104,7 @@ class Trainer:
 
     def _take(self, model: nn.Module) -> None:
         self.model = model.train()
+        self._parameters = dict(model.named_parameters())
         self.optimizer = self.job.optimizer(model)
         self.rewirer = self.job.method.rewirer(self.job, model, self.optimizer)
         self.processes.start(model)
@@ -114,10 +115,10 @@ class Trainer:
     ) -> None:
         """Go on with another model, for methods that exchange it.
 
-        The optimizer and the rewirer are made anew. Parameters of the same name and shape keep their
-        optimizer state; ``optimizer_state`` gives that of others, by name.
+        It may be the same one with other layers. The optimizer and the rewirer are made anew. Parameters of
+        the same name and shape keep their optimizer state; ``optimizer_state`` gives that of others.
         """
-        held = {name: (p, self.optimizer.state.get(p)) for name, p in self.model.named_parameters()}
+        held = {name: (p, self.optimizer.state.get(p)) for name, p in self._parameters.items()}
         self.stage += 1
         self._take(model)
         for name, parameter in model.named_parameters():
@@ -175,6 +176,7 @@ class Trainer:
         with torch.no_grad():
             self.sums += _counts(loss, logits, y)
         if self.rewiring is not None:
+            self.density = self.rewiring.active / self.rewiring.possible
             self._tell(_rewiring(self.rewiring))
         if self.job.method.after_step is not None:
             self.job.method.after_step(self)
@@ -191,6 +193,7 @@ class Trainer:
         """Test after an epoch, and write its line."""
         if self.evaluated == self.step:
             return
+        self.processes.sync()
         loss, accuracy = evaluate(
             self.model, self.test, self.job.device, self._check, self.processes
         )
@@ -332,7 +335,7 @@ class Trainer:
 
 def shell(job: Job, state: Mapping[str, Any]) -> nn.Module:
     """The model in the state of a Trainer."""
-    model: nn.Module = job.method.shells[state["stage"]](job)
+    model = job.method.shell(job, state)
     model.load_state_dict(state["model"])
     return model
 

@@ -75,8 +75,8 @@ class Method:
         defaults: settings in which it differs from the recipe.
         rewires: whether ``every`` and ``until`` have to fit the length of the run.
         after_step: called after every step; may exchange the model with ``trainer.swap(model)``.
-        shells: models to load a checkpoint into, before the first swap, after it, and so on. Only which
-            layers they have matters.
+        shell: a model to load a checkpoint into, given the state in it (``state["stage"]`` counts
+            swaps); only which layers it has matters.
         flops: of training, per sample, from those of the forward pass.
     """
 
@@ -87,7 +87,7 @@ class Method:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     rewires: bool = False
     after_step: Callable[[Trainer], None] | None = None
-    shells: tuple[Callable[[Job], nn.Module], ...] = (sparse,)
+    shell: Callable[[Job, Mapping[str, Any]], nn.Module] = lambda job, state: job.sparse()
     flops: Callable[[Flops, Job], float] = lambda found, job: flops.static(found)
 
 
@@ -133,7 +133,7 @@ METHODS: dict[str, Method] = {
     "dense": Method(
         "all connections, as plain PyTorch",
         start=dense,
-        shells=(dense,),
+        shell=lambda job, state: job.dense(),
         flops=lambda found, job: flops.dense(found),
     ),
 }

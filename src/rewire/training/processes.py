@@ -23,6 +23,9 @@ class Processes:
     def average(self) -> None:
         """After the backward pass: average the gradients of all processes."""
 
+    def sync(self) -> None:
+        """Before a test: let all models have the same running statistics."""
+
     def total(self, counts: Tensor) -> Tensor:
         """The sum over all processes."""
         return counts
