@@ -233,6 +233,28 @@ def test_signals_and_kills_do_not_change_the_result(tmp_path: Path) -> None:
 # Using what was trained ---------------------------------------------------------------------------
 
 
+def test_two_processes_train_as_one(tmp_path: Path) -> None:
+    """Same connections, and the same weights but for rounding; only one of them prints and writes."""
+    together, alone = tmp_path / "together", tmp_path / "alone"
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    done = subprocess.run(
+        [sys.executable, *torchrun, "-m", "rewire", "train", *SMALL, "--out", str(together)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("test accuracy") == 1
+    assert run("train", *SMALL, "--out", alone).exit_code == 0
+    mine, other = (rewire.load(path / "model.safetensors") for path in (together, alone))
+    for name, tensor in mine.state_dict().items():
+        torch.testing.assert_close(tensor, other.state_dict()[name], rtol=1e-3, atol=1e-3)
+    sets = [[entry.get("grown") for entry in lines(path)] for path in (together, alone)]
+    assert sets[0] == sets[1]
+
+
 def test_eval_repeats_the_last_test(trained: Path) -> None:
     last = json.loads((trained / "metrics.jsonl").read_text().splitlines()[-1])
     found = json.loads(run("eval", trained, "--json").stdout)

@@ -122,7 +122,7 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
             ms(result.ours_ms),
             "does not fit" if result.dense_ms is None else ms(result.dense_ms),
             _highlighted(result.ratio),
-            *([_times(_allowed(result))] if bounded else []),
+            *([times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
         )
         last = result.shape
@@ -150,7 +150,7 @@ def _means(
         cells: list[str | Text] = [_highlighted(dense)]
         if bounded:
             allowed = [ratio for result in mine if (ratio := _allowed(result)) is not None]
-            cells.append(_times(geometric_mean(allowed)))
+            cells.append(times(geometric_mean(allowed)))
         for name in others:
             found = [(r.ours_ms, _others(r)[name]) for r in mine if name in _others(r)]
             cells.append(_highlighted(geometric_mean([theirs / ours for ours, theirs in found])))

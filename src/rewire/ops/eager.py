@@ -89,13 +89,9 @@ def _product(
     row_major, relu, moments, norm, _ = extras
     if wanted and torch.is_grad_enabled():
         affine = (None, None) if norm is None else norm[:2]
-        result: Tensor = recording.apply(
-            _Product, x, values, bias, *affine, topology, conv, extras
-        )
+        result: Tensor = recording.apply(_Product, x, values, bias, *affine, topology, conv, extras)
         return result
-    y = products.forward(
-        conv, layout.to_batch_last(x), values, bias, topology, relu, norm, moments
-    )
+    y = products.forward(conv, layout.to_batch_last(x), values, bias, topology, relu, norm, moments)
     return layout.to_row_major(y) if row_major else y
 
 

@@ -24,7 +24,9 @@ Moments = tuple[Tensor, Tensor]  # mean and variance by channel
 
 
 @lru_cache(maxsize=1024)
-def geometry_of(conv: Convolution, shape: tuple[int, ...], n_out: int) -> tuple[Any, tuple[int, ...]]:
+def geometry_of(
+    conv: Convolution, shape: tuple[int, ...], n_out: int
+) -> tuple[Any, tuple[int, ...]]:
     """The kernel's sizes and the shape of the output."""
     height, width = shape[2:] if len(shape) == 4 else (1, 1)
     out = conv.output_size(height, width)
@@ -110,9 +112,7 @@ def forward(
     kernels = native.kernels(x)
     if kernels is None:
         outputs = reference.rows_of(topology.indptr)
-        y = reference.forward(
-            conv, image(x), values, bias, outputs, topology.indices.long(), n_out
-        )
+        y = reference.forward(conv, image(x), values, bias, outputs, topology.indices.long(), n_out)
         y = layout.to_batch_last(y if x.dim() == 4 else y.flatten(1))
         return measured(y.relu_() if relu else y, moments)
     values = values.contiguous()

@@ -10,5 +10,5 @@ import torch
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
     """``function.apply(*args)``, without what torch looks at first for the sake of functorch."""
     if torch._C._are_functorch_transforms_active():
-        return function.apply(*args)  # type: ignore[no-untyped-call]
+        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -204,6 +205,7 @@ def train(
     Example: `rewire train --dataset cifar10 --model vgg16 --sparsity 0.98 --scale 0.1`
     """
     options = locals()
+    from rewire import distributed
     from rewire.data import DataError
     from rewire.training import config as configs
     from rewire.training import progress
@@ -212,11 +214,14 @@ def train(
     from rewire.training.interval import Interval
     from rewire.training.job import Job, load_data
     from rewire.training.loop import Trainer
+    from rewire.training.processes import Processes
 
     options |= {"drops": _numbers(drops), "keep_dense": keep_dense or None}
     given = {name: options[name] for name in configs.NAMES if options[name] is not None}
     try:
         interval, place = Interval.parse(checkpoint_every), _device(device, threads)
+        place = distributed.setup(place)
+        processes = Processes()
         if resume is not None:
             others = {"config": config_file, "out": out, "overwrite": overwrite}
             folder = _resumed(resume, [*given, *(name for name, used in others.items() if used)])
@@ -225,15 +230,23 @@ def train(
             settings = {} if config_file is None else configs.read(config_file, method)
             config = configs.resolve(settings | given)
             folder = Folder(Path("runs", config.label) if out is None else out)
-        job = Job(config, load_data(config, root, download=download, workers=workers), place)
-        shown: Progress = progress.choose(quiet=quiet, as_json=as_json)
-        if tensorboard:
+        data = processes.main_first(
+            lambda: load_data(config, root, download=download, workers=workers)
+        )
+        job = Job(config, data, place)
+        shown: Progress = progress.choose(
+            quiet=quiet or not processes.main, as_json=as_json and processes.main
+        )
+        if tensorboard and processes.main:
             from rewire.training.tensorboard import Logged
 
             shown = Logged(shown, folder.path)
-        with Interrupts() as interrupts, folder:
-            folder.claim(config, overwrite=overwrite)
-            Trainer(job, folder, shown, interrupts, every=interval).run()
+        with Interrupts() as interrupts, folder if processes.main else nullcontext():
+            if processes.main:
+                folder.claim(config, overwrite=overwrite)
+            distributed.barrier()
+            Trainer(job, folder, shown, interrupts, processes, interval).run()
+        distributed.teardown()
     except (ValueError, RunError, DataError, OSError) as error:
         _fail(str(error))
     except Interrupted as stop:

@@ -97,7 +97,7 @@ class Trainer:
             position = loaded.state["metrics"]
             self._compare(loaded.state["machine"])
             self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
-        if self.folder is not None and self.processes.rank == 0:
+        if self.folder is not None and self.processes.main:
             self.folder.open_metrics(position)
         self._clock = self._saved = time.perf_counter()
         self._saved_step = self.step
@@ -169,7 +169,6 @@ class Trainer:
         logits = self.model(x)
         loss = F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
         loss.backward()
-        self.processes.average()
         self.optimizer.step()
         self.rewiring = self.rewirer.step() if self.rewirer is not None else None
         self.step += 1
@@ -220,7 +219,7 @@ class Trainer:
         )
         self.evaluated = self.step
         self.sums.zero_()
-        if self.folder is not None and self.processes.rank == 0:
+        if self.folder is not None and self.processes.main:
             self.folder.flush()
         if time.perf_counter() - self._saved >= _SHARE * self._saving:
             self.save()
@@ -248,7 +247,7 @@ class Trainer:
             "seconds": round(self.seconds, 3),
         }
         self._tell(summary)
-        if self.folder is not None and self.processes.rank == 0:
+        if self.folder is not None and self.processes.main:
             self.folder.flush(sync=True)
             saving.save(self.model, self.folder.model, notes=self.job.notes())
         return summary
@@ -258,7 +257,7 @@ class Trainer:
     def _tell(self, entry: dict[str, Any]) -> None:
         if entry["event"] == "epoch":
             self.last = entry
-        if self.folder is not None and self.processes.rank == 0:
+        if self.folder is not None and self.processes.main:
             self.folder.write(entry)
         self.progress.line(entry)
 
@@ -283,7 +282,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint, if there is something new."""
         begun = time.perf_counter()
-        if self.folder is not None and self.processes.rank == 0:
+        if self.folder is not None and self.processes.main:
             self.folder.save(
                 self.step, self.state_dict() | {"metrics": self.folder.flush(sync=True)}
             )

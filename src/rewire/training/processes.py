@@ -1,38 +1,61 @@
-"""What the loop asks of the processes that train together; here there is one."""
+"""What the loop asks of the processes that train together."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
 from torch import Tensor, nn
+
+from rewire import distributed
+
+T = TypeVar("T")
 
 
 class Processes:
-    """One process alone: nothing to share.
-
-    A subclass for many overrides all of this; the loop calls nothing else.
+    """The processes that ``torchrun`` has started, or this one alone.
 
     Attributes:
         rank, world: this process, and how many there are.
     """
 
-    rank: int = 0
-    world: int = 1
+    def __init__(self) -> None:
+        self.rank, self.world = distributed.rank(), distributed.world()
+        self._parallel: distributed.Parallel | None = None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one that prints and writes."""
+        return self.rank == 0
 
     def start(self, model: nn.Module) -> None:
-        """The model is made, or another took its place; its gradients will be averaged."""
+        """The model is made, or another took its place; its gradients are averaged from now on."""
+        self._parallel = distributed.Parallel(model) if self.world > 1 else None
 
-    def average(self) -> None:
-        """After the backward pass: average the gradients of all processes."""
+    @property
+    def traffic(self) -> distributed.Traffic | None:
+        """What has travelled between processes."""
+        return None if self._parallel is None else self._parallel.traffic
 
     def sync(self) -> None:
         """Before a test: let all models have the same running statistics."""
+        if self._parallel is not None:
+            self._parallel.sync_buffers()
 
     def total(self, counts: Tensor) -> Tensor:
         """The sum over all processes."""
-        return counts
+        return torch.tensor(distributed.total(*counts.tolist()), dtype=counts.dtype)
 
     def any(self, wish: bool) -> bool:
         """Whether any process wishes it."""
-        return wish
+        return wish if self.world == 1 else distributed.total(float(wish))[0] > 0
 
-    def wait(self) -> None:
-        """Until all processes are here."""
+    def main_first(self, action: Callable[[], T]) -> T:
+        """What ``action`` gives, done by the main process before the others."""
+        if not self.main:
+            distributed.barrier()
+        result = action()
+        if self.main:
+            distributed.barrier()
+        return result
