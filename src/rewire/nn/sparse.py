@@ -98,8 +98,7 @@ class SparseLayer(nn.Module):
         )
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
-        self.values.data = values.detach().to(device=device, dtype=self.values.dtype)
-        self.values.grad = None
+        _put(self.values, values.detach().to(device=device, dtype=self.values.dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
@@ -148,8 +147,7 @@ class SparseLayer(nn.Module):
             return
         # A topology of another size is loaded too: make room for it.
         if values.numel() != self.values.numel():
-            self.values.data = self.values.data.new_empty(values.numel())
-            self.values.grad = None
+            _put(self.values, self.values.data.new_empty(values.numel()))
         for name in ("indptr", "indices"):
             self._buffers[name] = getattr(built, name).clone()
         super()._load_from_state_dict(
@@ -169,6 +167,17 @@ class SparseLayer(nn.Module):
         total = self.n_in * self.n_out
         density = f"{100 * self.density:.3g} %"
         return f"connections={self.values.numel():,} of {total:,} ({density})"
+
+
+def _put(parameter: nn.Parameter, data: Tensor) -> None:
+    """Other data, maybe of another length, in the same parameter, without its gradient."""
+    parameter.grad = None
+    if data.shape != parameter.shape:
+        # The node that accumulates gradients remembers the length, and lives on in graphs that the user
+        # still holds (a loss, say). Data of another type makes the parameter forget it.
+        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
 
 
 def _draw(
