@@ -329,7 +329,9 @@ def twice(rank: int, world: int) -> Any:
     both = [torch.tensor([[1.0 + r, 2.0]], dtype=torch.float64) for r in range(world)]
     for each in both:  # no hooks here: autograd.grad does not accumulate
         loss = model["b"](model["a"](each)).sum() + model["a"](each).sum()
-        for p, g in zip(model.parameters(), torch.autograd.grad(loss, [*model.parameters()])):
+        for p, g in zip(
+            model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+        ):
             p.grad = g / world if p.grad is None else p.grad + g / world
     return once, [p.grad for p in model.parameters()]
 
@@ -588,9 +590,10 @@ def test_wrapping_in_ddp_raises() -> None:
             distributed.Parallel(given)
     del wrapper, given
     rewirer = rewire.SET(model, sgd(model), until=1000)
-    wrapper = DistributedDataParallel(model)  # after the rewirer was made
+    again = DistributedDataParallel(model)  # after the rewirer was made
     with pytest.raises(ValueError, match="DistributedDataParallel"):
         rewirer.step()
+    assert again.module is model
 
 
 def test_the_example_runs_under_torchrun() -> None:

@@ -890,3 +890,30 @@ def test_alpha_is_the_cosine(every: int, more: int, fraction: float) -> None:
         assert rewirer.due(t) == (t > 0 and t % every == 0)
     assert rewirer.alpha(until) == rewirer.alpha(until + 1) == 0
     assert not rewirer.due(until + every - until % every)
+
+
+def test_a_loss_that_is_still_held_does_not_stop_training_after_a_rewiring() -> None:
+    """Its graph remembers how long the values were."""
+    torch.manual_seed(0)
+    model = rewire.sparsify(nn.Sequential(nn.Linear(20, 50), nn.Linear(50, 5)), sparsity=0.8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rewirer = rewire.GSE(model, optimizer, every=2, until=100)
+    lengths, hooked = set(), []
+    model[0].values.register_post_accumulate_grad_hook(lambda p: hooked.append(p.numel()))
+    for _ in range(6):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 20)).square().mean()
+        loss.backward()
+        optimizer.step()
+        rewirer.step()
+        lengths.add(model[0].values.numel())
+    assert len(lengths) > 1
+    assert len(hooked) == 6
+    other = rewire.sparsify(nn.Sequential(nn.Linear(20, 50), nn.Linear(50, 5)), sparsity=0.5)
+    other.load_state_dict(model.state_dict())  # of other lengths, too
+    held = other(torch.randn(8, 20)).sum()
+    other.load_state_dict(
+        rewire.sparsify(nn.Sequential(nn.Linear(20, 50), nn.Linear(50, 5)), 0.9).state_dict()
+    )
+    other(torch.randn(8, 20)).sum().backward()
+    assert held.requires_grad

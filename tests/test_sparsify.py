@@ -274,7 +274,6 @@ DENSE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "lazy": (lambda: _holding(nn.LazyLinear(4)), "run one batch"),
     "forward": (lambda: _holding(Odd(4, 4)), "Odd has a forward"),
     "patched": (_patched, "forward of its own"),
-    "attention": (lambda: _holding(nn.MultiheadAttention(4, 2)), "no sparse MultiheadAttention"),
     "complex": (lambda: _holding(nn.Linear(4, 4, dtype=torch.complex64)), "real numbers"),
     "conv1d": (lambda: _holding(nn.Conv1d(4, 4, 3)), "no sparse Conv1d"),
     "lstm": (lambda: _holding(nn.LSTM(4, 4)), "no sparse LSTM"),
@@ -324,18 +323,6 @@ def test_keep_dense_takes_names_globs_and_containers_and_silences_the_warning() 
 
 def test_a_mapping_does_not_warn_about_layers_it_does_not_name() -> None:
     rewire.sparsify(nn.Sequential(nn.Linear(5, 5), Odd(5, 5)), density={"0": 0.5})
-
-
-def test_torch_transformers_train_and_predict() -> None:
-    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    model = nn.Sequential(nn.TransformerEncoder(layer, 1), nn.Linear(8, 8))
-    with pytest.warns(UserWarning, match="0.layers.0.linear1"):
-        rewire.sparsify(model, 0.5)
-    x = torch.randn(2, 3, 8)
-    out = model(x)
-    out.sum().backward()
-    with torch.no_grad():  # torch's fused inference reads the layers' weights
-        torch.testing.assert_close(model.eval()(x), out)
 
 
 # Equality with dense ------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from rewire.methods import (
     Site,
     Static,
 )
-from rewire.nn import SparseConv2d, SparseLayer, SparseLinear
+from rewire.nn import SparseConv2d, SparseLayer, SparseLinear, SparseMultiheadAttention
 from rewire.saving import dense_state_dict, export, load, save
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
@@ -36,6 +36,7 @@ __all__ = [
     "SparseConv2d",
     "SparseLayer",
     "SparseLinear",
+    "SparseMultiheadAttention",
     "Static",
     "Summary",
     "dense_state_dict",

@@ -15,6 +15,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from rewire.budgets import SHARES, LayerSize, assign
+from rewire.nn.attention import (
+    SparseMultiheadAttention,
+    allow_fused_path,
+    attention_obstacle,
+    block_fused_path,
+)
 from rewire.nn.conv import SparseConv2d, conv_arguments
 from rewire.nn.fusion import fuse, unfuse
 from rewire.nn.linear import SparseLinear
@@ -22,8 +28,11 @@ from rewire.nn.sparse import SparseLayer
 
 M = TypeVar("M", bound=nn.Module)
 Names = dict[nn.Module, list[str]]  # each module, once, and every name that it has
+Apart = dict[
+    nn.Module, SparseMultiheadAttention
+]  # what attentions are once their projections are layers
 
-# What a user may expect to become sparse; only nn.Linear and nn.Conv2d do.
+# What a user may expect to become sparse; not all do.
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
 _HOOKS = (
     *("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
@@ -45,6 +54,10 @@ def sparsify(
     seed: int = 0,
 ) -> M:
     """Convert every ``nn.Linear`` and ``nn.Conv2d`` of a model, in place, into its sparse form.
+
+    So are the projections of every ``nn.MultiheadAttention``, and with them torch's transformer layers: it
+    becomes a :class:`rewire.SparseMultiheadAttention` with layers ``q_proj``, ``k_proj``, ``v_proj`` and
+    ``out_proj``.
 
     Exactly one of ``sparsity``, ``density``, ``epsilon`` and ``connections`` must be given; they
     count the weights of the converted layers, not biases and not layers that stay dense. A layer
@@ -96,9 +109,12 @@ def sparsify(
     _check_choice("weights", weights, ("fresh", "keep"))
     seed = operator.index(seed)
 
-    names = _names(model)
     densities = density if isinstance(density, Mapping) else None
-    layers, obstacles = _sort_out(names, densities, keep_dense)
+    apart, whole = _take_apart(model)
+    names = _names(model, apart)
+    layers, obstacles = _sort_out(names, whole, densities, keep_dense)
+    apart = {m: new for m, new in apart.items() if not {*new.children()}.isdisjoint(layers)}
+    names = _names(model, apart)
     sizes = [_size(layer, names[layer][0]) for layer in layers]
     if densities is not None:
         wanted = [_wanted(densities, names[layer]) for layer in layers]
@@ -124,7 +140,13 @@ def sparsify(
             for layer, count in zip(layers, counts, strict=True)
         }
         _create(on_meta, names, seed)
-    model = _replace(model, sparse)
+    for old, new in apart.items():
+        _carry_hooks(old, new)
+        _own_memory(new, but=sparse)
+    model = _replace(_replace(model, apart), sparse)
+    for module in model.modules():
+        if any(isinstance(inner, SparseLayer) for inner in module.modules()):
+            block_fused_path(module)
     if model not in sparse.values():
         fuse(model)
     return model
@@ -145,17 +167,41 @@ def densify(model: M) -> M:
     dense: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         unfuse(module)
+        allow_fused_path(module)
         if isinstance(module, SparseLinear | SparseConv2d):
             dense[module] = _carry(module, module.to_dense())
-    return _replace(model, dense)
+    model = _replace(model, dense)
+    whole: dict[nn.Module, nn.Module] = {}
+    for module in model.modules():
+        if isinstance(module, SparseMultiheadAttention) and module.packable:
+            whole[module] = _carry_hooks(module, module.to_dense())
+    return _replace(model, whole)
 
 
 # Which layers -------------------------------------------------------------------------------------
 
 
-def _names(model: nn.Module) -> Names:
+def _take_apart(model: nn.Module) -> tuple[Apart, dict[nn.Module, str]]:
+    """The attentions that can be taken apart, and why the others cannot; the model stays as it is."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    apart: Apart = {}
+    whole: dict[nn.Module, str] = {}
+    attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
+    owners = _owners(_names(model, {}) if attentions else {})
+    for module in attentions:
+        ties = [owners[id(p)] for p in module._parameters.values() if p is not None]
+        tied = next((" = ".join(names) for names in ties if len(names) > 1), None)
+        obstacle = attention_obstacle(module) or (tied and f"tied weights: {tied}")
+        if obstacle:
+            whole[module] = obstacle
+        else:
+            apart[module] = SparseMultiheadAttention.from_dense(module)
+    return apart, whole
+
+
+def _names(model: nn.Module, apart: Apart) -> Names:
+    """As if these attentions were apart; their projections answer to the attention's name too."""
     names: Names = {}
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, SparseLayer):
@@ -163,16 +209,30 @@ def _names(model: nn.Module) -> Names:
                 f"the model is sparse already ({name or 'it'} is a {type(module).__name__}); "
                 "call rewire.densify first"
             )
-        names.setdefault(module, []).append(name)
+        new = apart.get(module)
+        names.setdefault(new or module, []).append(name)
+        for key, child in (new or nn.Module()).named_children():
+            names.setdefault(child, []).extend((f"{name}.{key}".lstrip("."), name))
     return names
 
 
+def _owners(names: Names) -> dict[int, list[str]]:
+    """Where each parameter is held."""
+    owners: dict[int, list[str]] = {}
+    for module, places in names.items():
+        for key, parameter in module._parameters.items():
+            owners.setdefault(id(parameter), []).append(f"{places[0]}.{key}".lstrip("."))
+    return owners
+
+
 def _sort_out(
-    names: Names, densities: Mapping[str, float] | None, keep_dense: str | Iterable[str]
+    names: Names,
+    whole: Mapping[nn.Module, str],
+    densities: Mapping[str, float] | None,
+    keep_dense: str | Iterable[str],
 ) -> tuple[list[nn.Linear | nn.Conv2d], dict[str, str]]:
     """The layers to convert, and what is in the way of the others, by name."""
-    attentions = [module for module in names if isinstance(module, nn.MultiheadAttention)]
-    inside = {inner for module in attentions for inner in module.modules()} - {*attentions}
+    inside = {inner for module in whole for inner in module.modules()} - {*whole}
     found = [m for m in names if isinstance(m, _LAYERS) and m not in inside]
     keep_dense = (keep_dense,) if isinstance(keep_dense, str) else tuple(keep_dense)
     for argument, patterns in (("keep_dense", keep_dense), ("density", tuple(densities or ()))):
@@ -183,13 +243,7 @@ def _sort_out(
                     f"{argument} names {pattern!r}, which matches no layer; the layers are: "
                     f"{existing or 'none'}"
                 )
-    owners: dict[int, list[str]] = {}
-    for module, places in names.items():
-        for key, parameter in module._parameters.items():
-            owners.setdefault(id(parameter), []).append(f"{places[0]}.{key}".lstrip("."))
-    encoders = (module for module in names if isinstance(module, nn.TransformerEncoderLayer))
-    bypassed = {child for encoder in encoders for child in encoder.children()}
-
+    owners = _owners(names)
     layers: list[nn.Linear | nn.Conv2d] = []
     obstacles: dict[str, str] = {}
     for module in found:
@@ -197,7 +251,7 @@ def _sort_out(
         unasked = densities is not None and _wanted(densities, places) is None
         if unasked or any(_matches(pattern, places) for pattern in keep_dense):
             continue
-        obstacle = _obstacle(module, owners, module in bypassed)
+        obstacle = whole.get(module) or _obstacle(module, owners)
         if obstacle is None:
             layers.append(cast("nn.Linear | nn.Conv2d", module))
         else:
@@ -208,7 +262,7 @@ def _sort_out(
     return layers, obstacles
 
 
-def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]], bypassed: bool) -> str | None:
+def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> str | None:
     """Why a layer has no sparse form, or None if it has one."""
     if not isinstance(layer, nn.Linear | nn.Conv2d):
         return f"there is no sparse {type(layer).__name__}"
@@ -228,8 +282,6 @@ def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]], bypassed: bool)
             return f"tied weights: {' = '.join(owners[id(parameter)])}"
     if type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
         return f"its weight is a {type(layer.weight).__name__} that is not plain real numbers"
-    if bypassed:
-        return "nn.TransformerEncoderLayer reads its weight past its forward"
     return None if layer.weight.numel() else "it has no weights"
 
 
@@ -289,9 +341,24 @@ def _carry(old: nn.Module, new: nn.Module) -> nn.Module:
     new.training = old.training
     for parameter, like in zip(_parameters(new), _parameters(old), strict=True):
         parameter.requires_grad_(like.requires_grad)
+    return _carry_hooks(old, new)
+
+
+def _carry_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
     for name in _HOOKS:  # the same objects, so that a hook's handle still removes it
         setattr(new, name, getattr(old, name))
     return new
+
+
+def _own_memory(attention: nn.Module, but: Mapping[nn.Module, nn.Module]) -> None:
+    """Projections that stay dense are no part of the packed weight any more."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        layer = getattr(attention, name)
+        if layer not in but:
+            for key, parameter in layer._parameters.items():
+                if parameter is not None:
+                    own = parameter.detach().clone()
+                    layer._parameters[key] = nn.Parameter(own, parameter.requires_grad)
 
 
 def _parameters(layer: nn.Module) -> list[Tensor]:

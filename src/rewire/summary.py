@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rewire.nn.attention import SparseMultiheadAttention
 from rewire.nn.conv import SparseConv2d
 from rewire.nn.sparse import SparseLayer
 
@@ -165,7 +166,7 @@ def _layer(name: str, module: nn.Module, memory: int) -> LayerSummary | None:
         dense += _memory([] if module.bias is None else [module.bias])
         return LayerSummary(name, kind, shape, True, connections, weights, memory, dense)
     matrices = [p for p in _known(module.parameters(recurse=False)) if p.dim() > 1]
-    if not matrices:
+    if not matrices or isinstance(module, SparseMultiheadAttention):
         return None
     weights = sum(matrix.numel() for matrix in matrices)
     shape = tuple(matrices[0].shape)

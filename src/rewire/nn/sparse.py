@@ -169,17 +169,15 @@ class SparseLayer(nn.Module):
         return f"connections={self.values.numel():,} of {total:,} ({density})"
 
 
-def _put(parameter: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter other values, of any length, and no gradient.
-
-    As long as an earlier graph is alive (a loop that still holds its loss), torch goes on using the node
-    that accumulates the parameter's gradient, and with it the old length. It forgets that node when the
-    type changes.
-    """
-    other = torch.float64 if values.dtype != torch.float64 else torch.float32
-    parameter.data = values.new_empty(0, dtype=other)
-    parameter.data = values
+def _put(parameter: nn.Parameter, data: Tensor) -> None:
+    """Other data, maybe of another length, in the same parameter, without its gradient."""
     parameter.grad = None
+    if data.shape != parameter.shape:
+        # The node that accumulates gradients remembers the length, and lives on in graphs that the user
+        # still holds (a loss, say). Data of another type makes the parameter forget it.
+        other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
+        parameter.data = torch.empty(0, dtype=other, device=parameter.device)
+    parameter.data = data
 
 
 def _draw(
