@@ -880,3 +880,24 @@ def test_alpha_is_the_cosine(every: int, more: int, fraction: float) -> None:
         assert rewirer.due(t) == (t > 0 and t % every == 0)
     assert rewirer.alpha(until) == rewirer.alpha(until + 1) == 0
     assert not rewirer.due(until + every - until % every)
+
+
+def test_an_old_loss_may_be_around_when_layers_change_their_length() -> None:
+    model = rewire.sparsify(nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 30)), 0.8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rewirer = rewire.GSE(model, optimizer, every=2, until=100)
+    lengths, losses = set(), []
+    for _ in range(10):
+        optimizer.zero_grad()
+        losses.append(model(torch.randn(8, 20)).square().mean())  # keeps its graph
+        losses[-1].backward(retain_graph=True)
+        optimizer.step()
+        rewirer.step()
+        lengths.add(model[0].values.numel())
+    assert len(lengths) > 1
+    model.load_state_dict(
+        rewire.sparsify(
+            nn.Sequential(nn.Linear(20, 50), nn.ReLU(), nn.Linear(50, 30)), 0.7
+        ).state_dict()
+    )
+    model(torch.randn(8, 20)).sum().backward()

@@ -98,8 +98,7 @@ class SparseLayer(nn.Module):
         )
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
-        self.values.data = values.detach().to(device=device, dtype=self.values.dtype)
-        self.values.grad = None
+        _set(self.values, values.detach().to(device=device, dtype=self.values.dtype))
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
@@ -148,8 +147,7 @@ class SparseLayer(nn.Module):
             return
         # A topology of another size is loaded too: make room for it.
         if values.numel() != self.values.numel():
-            self.values.data = self.values.data.new_empty(values.numel())
-            self.values.grad = None
+            _set(self.values, self.values.data.new_empty(values.numel()))
         for name in ("indptr", "indices"):
             self._buffers[name] = getattr(built, name).clone()
         super()._load_from_state_dict(
@@ -169,6 +167,18 @@ class SparseLayer(nn.Module):
         total = self.n_in * self.n_out
         density = f"{100 * self.density:.3g} %"
         return f"connections={self.values.numel():,} of {total:,} ({density})"
+
+
+def _set(parameter: nn.Parameter, data: Tensor) -> None:
+    """Give a parameter other data, of any length, and no gradient.
+
+    Where an old loss is still around, so is autograd's node that accumulates this parameter's gradient,
+    and it expects the old length. Torch makes a new one only when the type has changed.
+    """
+    other = torch.float16 if data.dtype != torch.float16 else torch.float32
+    parameter.grad = None
+    parameter.data = data.new_empty(0, dtype=other)
+    parameter.data = data
 
 
 def _draw(
