@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 Run = Callable[..., str]
@@ -49,3 +50,33 @@ def test_methods_are_compared_and_a_run_goes_on(run: Run, tmp_path: Path) -> Non
         run("compare_methods.py", *arguments, "--lr", "1")
     with pytest.raises(SystemExit, match="--images must be between 128 and 1297"):
         run("compare_methods.py", "--images", "2000")
+
+
+def test_an_own_loop_trains_stops_goes_on_saves_and_loads(run: Run, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run("own_loop.py", "--epochs", "2", "--folder", whole)
+    run("own_loop.py", "--epochs", "2", "--folder", parts, "--stop-after", "1")
+    assert "going on after epoch 1" in run("own_loop.py", "--epochs", "2", "--folder", parts)
+    assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
+    assert "conv1.weight" in torch.load(parts / "dense.pt", weights_only=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("new_method.py", ["--epochs", "1", "--seeds", "1"], "Saliency  mean"),
+        (
+            "char_gpt.py",
+            ["--steps", "20", "--width", "32", "--depth", "1", "--characters", "10"],
+            "When in",
+        ),
+    ],
+)
+def test_the_others_run(run: Run, name: str, arguments: list[str], part: str) -> None:
+    assert part in run(name, *arguments)
+
+
+def test_a_new_method_takes_few_lines() -> None:
+    text = (EXAMPLES / "new_method.py").read_text()
+    method = text[text.index("class Saliency") : text.index("def train")]
+    assert len(method.strip().splitlines()) < 30

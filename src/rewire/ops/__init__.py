@@ -1,6 +1,5 @@
 """The one door to the kernels: torch operators over connections, with their reference twins."""
 
-from rewire.ops import operators as _operators
 from rewire.ops.eager import conv2d, gradient_at, linear
 from rewire.ops.native import (
     available,

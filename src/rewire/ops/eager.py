@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.ops import channels, layout, products, recording
+from rewire.ops import (
+    channels,
+    layout,
+    operators,  # noqa: F401 (registers them)
+    products,
+    recording,
+)
 from rewire.ops.channels import Norm
 from rewire.ops.products import LINEAR, Moments
 from rewire.ops.reference import Convolution
