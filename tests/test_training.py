@@ -23,7 +23,7 @@ from rewire.training.interval import Interval
 from rewire.training.job import Job, load_data
 from rewire.training.loop import Trainer
 from rewire.training.methods import METHODS, Method
-from rewire.training.progress import Lines, Progress
+from rewire.training.progress import Lines, Progress, Screen
 
 # Configs ------------------------------------------------------------------------------------------
 
@@ -515,6 +515,34 @@ def test_lines_tell_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     told = capsys.readouterr().out
     for part in ("mlp on digits by gse", "epoch 3/3", "best", "images/s", "rewired", "of dense"):
         assert part in told
+
+
+def test_a_screen_tells_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Shown(Screen):
+        seen = ""
+
+        def step(self, trainer: Trainer) -> None:
+            with self._console.capture() as capture:
+                self._console.print(self._render())
+            self.seen = capture.get()
+
+    shown = Shown()
+    Trainer(job_of(every=5), progress=shown).run()
+    for part in ("epoch 3/3", "100%", "loss", "images/s", "density", "rewired", "best", "left"):
+        assert part in shown.seen
+    told = capsys.readouterr().out
+    assert "mlp on digits by gse" in told
+    assert "connections of each pixel before" in told
+
+
+@pytest.mark.slow
+def test_the_digits_recipe_is_worth_looking_at() -> None:
+    accuracies = {}
+    for method in ("gse", "static", "dense"):
+        config = resolve({"method": method})
+        accuracies[method] = Trainer(Job(config, load_data(config))).run()["accuracy"]
+    assert accuracies["static"] + 0.01 < accuracies["gse"] < accuracies["dense"] + 0.01
+    assert accuracies["gse"] > 0.94
 
 
 def test_every_method_has_what_the_help_and_the_config_need() -> None:

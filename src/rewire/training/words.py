@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rewire
+from rewire.training.picture import pixels, side_by_side
 
 if TYPE_CHECKING:
     from rewire.training.loop import Trainer
@@ -60,7 +61,8 @@ def title(trainer: Trainer) -> str:
     if held.connections:
         weights = sum(row.weights for row in held.layers if row.sparse)
         wired = f"{held.connections:,} of {weights:,} connections ({percent(held.density)})"
-    where = f"{job.device}, {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    where = f"{job.device}, {threads} thread{'s' * (threads > 1)}"
     out = "" if trainer.folder is None else f"\nto {trainer.folder.path}"
     return (
         f"{config.model} on {config.dataset} by {config.method}: {wired}, {trainer.schedule.epochs:,} "
@@ -87,4 +89,18 @@ def report(trainer: Trainer, entry: dict[str, Any]) -> str:
     if trainer.folder is not None:
         rows["model"] = str(trainer.folder.model)
     wide = max(map(len, rows))
-    return "\n".join(f"{name:<{wide}}  {value}" for name, value in rows.items())
+    lines = [f"{name:<{wide}}  {value}" for name, value in rows.items()]
+    return "\n".join([*lines, *_seen(trainer)])
+
+
+def _seen(trainer: Trainer) -> list[str]:
+    """Where the connections of small images are, and were."""
+    job = trainer.job
+    after = pixels(trainer.model, job.dataset.shape)
+    if after is None or trainer.rewirer is None or not job.method.rewires:
+        return []
+    before = pixels(job.sparse(), job.dataset.shape)
+    if before is None:
+        return []
+    shown = {"connections of each pixel before": before, "and after": after}
+    return ["", side_by_side(shown)]
