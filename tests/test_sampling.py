@@ -355,7 +355,7 @@ def batch(conv: Convolution, samples: int, seed: int = 0, linear: bool = False) 
 
 def patches(batch: Batch) -> tuple[Tensor, Tensor]:
     """Activations and output gradients as the paper writes them: (units, samples)."""
-    conv, x, dy = batch
+    conv, x, dy = batch[:3]
     if x.dim() == 2:
         return x.t(), dy.t()
     taps = conv.kernel[0] * conv.kernel[1]

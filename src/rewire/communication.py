@@ -163,11 +163,14 @@ def refuse_ddp(model: nn.Module) -> None:
 
 def _has_wrapper(model: nn.Module) -> bool:
     mine = {id(parameter) for parameter in model.parameters()}
-    return any(
-        issubclass(type(thing), DistributedDataParallel)
-        and any(id(parameter) in mine for parameter in thing.parameters())
-        for thing in gc.get_objects()
-    )
+    kinds: dict[type, bool] = {}  # isinstance() is slow for a class with a metaclass
+    for thing in gc.get_objects():
+        kind = type(thing)
+        if kind not in kinds:
+            kinds[kind] = DistributedDataParallel in kind.__mro__
+        if kinds[kind] and any(id(parameter) in mine for parameter in thing.parameters()):
+            return True
+    return False
 
 
 def fingerprint(*tensors: Tensor) -> int:
