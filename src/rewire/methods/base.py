@@ -269,7 +269,9 @@ class Rewirer:
                 name: communication.fingerprint(*(t for c in some for t in (c.indptr, c.indices)))
                 for name, some in sets.items()
             }
-            problem = f"the processes have different connections {when} the rewiring of step {self.t}"
+            problem = (
+                f"the processes have different connections {when} the rewiring of step {self.t}"
+            )
             self._group.agree(hashes, problem)
 
     # Checkpoints ----------------------------------------------------------------------------------
