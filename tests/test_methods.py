@@ -57,13 +57,8 @@ GUIDED = ["gse", "grabo", "graest"]
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests are small: two threads would mostly wait for each other where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def same_random_numbers() -> None:
     torch.manual_seed(0)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
