@@ -216,15 +216,15 @@ NB_MODULE(_native, m) {
                  at<int32_t>(to_outputs), at<int32_t>(to_order), threads);
     }, nb::call_guard<nb::gil_scoped_release>());
 
-    m.def("alias", [](Address weights, int64_t n, Address threshold, Address alias) {
-        build_alias(at<double>(weights), n, at<uint64_t>(threshold), at<int32_t>(alias));
+    m.def("alias", [](Address weights, int64_t n, Address columns) {
+        build_alias(at<double>(weights), n, at<AliasColumn>(columns));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address in_threshold,
-                     Address in_alias, Address out_threshold, Address out_alias, Address ptr, Address indices,
-                     Address to_ptr, Address to_indices, int threads) {
-        return draw(stream, draws, n_in, n_out, {at<uint64_t>(in_threshold), at<int32_t>(in_alias)},
-                    {at<uint64_t>(out_threshold), at<int32_t>(out_alias)}, {at<int32_t>(ptr), at<int32_t>(indices)},
-                    at<int32_t>(to_ptr), at<int32_t>(to_indices), threads);
+    m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address inputs,
+                     Address outputs, Address ptr, Address indices, Address to_ptr, Address to_indices,
+                     int threads) {
+        return draw(stream, draws, n_in, n_out, at<AliasColumn>(inputs), at<AliasColumn>(outputs),
+                    {at<int32_t>(ptr), at<int32_t>(indices)}, at<int32_t>(to_ptr), at<int32_t>(to_indices),
+                    threads);
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("complement", [](Address ptr, Address indices, int64_t n_in, int64_t n_out, Address to_ptr,
                            Address to_indices, int threads) {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,14 +14,13 @@ from torch.optim import Optimizer
 from rewire import communication, optim, sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
+from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
 from rewire.methods.history import History, LayerRewiring, Rewiring, total
 from rewire.methods.site import Probe, Site
 from rewire.nn.sparse import SparseLayer
 from rewire.ops import sampling as ops
 from rewire.ops.sampling import Stream
 from rewire.sampling import DRAWS, Batch
-
-Fraction = float | Callable[[int], float]
 
 
 class Rewirer:
@@ -82,8 +80,8 @@ class Rewirer:
     ) -> None:
         self.optimizer, self.t = optimizer, 0
         self.every, self.until, self.fraction = every, until, fraction
-        self.scope, self.seed = scope, operator.index(seed)
-        _check_schedule(every, until, fraction)
+        self.scope, self.seed = scope, check_integer("seed", seed)
+        check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
         communication.refuse_ddp(model)
         self._sites = _find(model)
@@ -131,10 +129,13 @@ class Rewirer:
     def alpha(self, t: int) -> float:
         """The share of connections to replace at step t."""
         if callable(self.fraction):
-            alpha = float(self.fraction(t))
-            if not 0 <= alpha < 1:
-                raise ValueError(f"fraction({t}) gave {alpha}, expected a number in [0, 1)")
-            return alpha
+            alpha = self.fraction(t)
+            try:
+                if 0 <= float(alpha) < 1:
+                    return float(alpha)
+            except (TypeError, ValueError):
+                pass  # not a number at all
+            raise ValueError(f"fraction({t}) gave {alpha!r}, expected a number in [0, 1)")
         assert self.until is not None
         return self.fraction / 2 * (1 + math.cos(math.pi * min(1.0, t / self.until)))
 
@@ -195,7 +196,7 @@ class Rewirer:
     def _explore(self, site: Site, t: int) -> None:
         site.stream = Stream(self.seed, DRAWS, t, site.index)
         site.quota = min(sampling.ceil(self.alpha(t) * site.weights.numel()), site.free)
-        site.subset = self.explore(site)
+        site.subset, site.explored_beside = self.explore(site), site.active
 
     @property
     def subsets(self) -> dict[str, Connections]:
@@ -215,6 +216,8 @@ class Rewirer:
         optim.check(self.optimizer, _values(sites))
         if self.guided:
             self._average(sites)
+            for site in sites:
+                site.check_subset()
             sites = [site for site in sites if site.gradient is not None]
             if not sites:
                 raise RuntimeError(
@@ -433,25 +436,3 @@ def _find(model: nn.Module) -> list[Site]:
 
 def _values(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
     return {f"{site.name}.values".lstrip("."): site.layer.values for site in sites}
-
-
-def _check_schedule(every: int, until: int | None, fraction: Fraction) -> None:
-    if operator.index(every) < 1:
-        raise ValueError(f"every must be at least 1 step, got {every}")
-    if until is None and not callable(fraction):
-        raise ValueError(
-            "until is missing: say at which step the fraction has come down to zero, or give a function "
-            "of the step as fraction"
-        )
-    if until is not None and operator.index(until) < every:
-        raise ValueError(
-            f"until is {until}, before the first rewiring at {every}: raise until, or lower every"
-        )
-    if not callable(fraction) and not 0 < fraction < 1:
-        raise ValueError(f"fraction must be in (0, 1), or a function of the step, got {fraction}")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise a ValueError unless ``value`` is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")

@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
-from rewire.methods.base import Fraction, Rewirer
+from rewire.methods.arguments import Fraction
+from rewire.methods.base import Rewirer
 from rewire.methods.site import Site
 
 

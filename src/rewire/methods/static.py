@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
-from rewire.methods.base import Fraction, Rewirer
+from rewire.methods.arguments import Fraction
+from rewire.methods.base import Rewirer
 
 
 class Static(Rewirer):
