@@ -17,7 +17,7 @@ from rewire.training import config as configs
 from rewire.training.config import Config
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
-CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+CHECKPOINTS, TENSORBOARD, START = "checkpoints", "tensorboard", "start.safetensors"
 
 
 class RunError(RuntimeError):
@@ -42,6 +42,11 @@ class Folder:
     def model(self) -> Path:
         """The final model."""
         return self.path / MODEL
+
+    @property
+    def start(self) -> Path:
+        """The connections that training began with; not there if the model was dense."""
+        return self.path / START
 
     @property
     def checkpoints(self) -> Path:
@@ -86,7 +91,7 @@ class Folder:
             raise RunError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, CONFIG):
+        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, START, CONFIG):
             files.remove(self.path / name)
         files.write_text(self.path / CONFIG, config.to_toml())
         return False

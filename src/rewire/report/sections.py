@@ -1,0 +1,175 @@
+"""From groups of runs to the sections of the page: what is shown, in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from rewire.report import wires
+from rewire.report.costs import costs
+from rewire.report.groups import Group
+from rewire.report.panel import Panel
+from rewire.report.paper import spelled
+from rewire.report.plot import Plot, slug
+from rewire.report.records import of_records
+from rewire.report.runs import Found, Sweep
+from rewire.report.views import BY_HAND, VIEWS, View
+
+Item = Plot | str
+BAND = "Lines are means over seeds, bands hold 95 % of them."
+
+
+@dataclass(frozen=True)
+class Part:
+    """Plots and other things under one heading.
+
+    Attributes:
+        title, note: the heading, and a sentence below it.
+        items: plots, and HTML.
+        wide: whether items go below, not beside each other.
+    """
+
+    title: str
+    items: Sequence[Item]
+    note: str = ""
+    wide: bool = False
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page with an entry in its list of contents."""
+
+    title: str
+    parts: Sequence[Part]
+    lead: str = ""
+    source: str = ""
+    command: str = ""
+    name: str = field(default="")
+
+
+def sections(
+    found: Found, groups: Sequence[Group], tell: Callable[[str], None] = lambda name: None
+) -> list[Section]:
+    """One for each sweep, and one for each model and data set of other runs."""
+    made = []
+    for sweep in sorted(found.sweeps, key=lambda s: _rank(s.experiment)):
+        mine = [g for g in groups if g.runs[0].sweep is sweep]
+        tell(sweep.path.name)
+        if sweep.records or not mine:
+            made.append(_of_records(sweep))
+        if mine:
+            view = VIEWS.get(sweep.experiment, View(sweep.experiment or sweep.path.name))
+            made.append(_of_view(view, mine, view.title, sweep.command or ""))
+    others: dict[str, list[Group]] = {}
+    for group in groups:
+        if group.runs[0].sweep is None:
+            config = group.config
+            title = f"{spelled(config['model'])} on {spelled(last(config['dataset']))}"
+            others.setdefault(title, []).append(group)
+    for title, mine in others.items():
+        tell(title)
+        made.append(_of_view(BY_HAND, mine, title))
+    return _named(made)
+
+
+def _named(found: Sequence[Section]) -> list[Section]:
+    """With a name each that no other has."""
+    made: list[Section] = []
+    for one in found:
+        name = base = slug(one.title)
+        while name in {other.name for other in made}:
+            name = f"{base}-{len(made)}"
+        made.append(Section(one.title, one.parts, one.lead, one.source, one.command, name))
+    return made
+
+
+def _of_records(sweep: Sweep) -> Section:
+    title, source, lead, items = of_records(sweep)
+    part = Part("Results", items, wide=len(items) == 1)
+    return Section(title, [part], lead, source, sweep.command or "")
+
+
+def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") -> Section:
+    panels: dict[tuple[str, ...], list[Group]] = {}
+    for group in found:
+        panels.setdefault(tuple(group.config[name] for name in view.panel), []).append(group)
+    results: list[Item] = []
+    over_x: list[Item] = []
+    curves: list[Item] = []
+    changes: list[Item] = []
+    densities: list[Item] = []
+    pictures: list[Item] = []
+    speeds: list[Item] = []
+    for settings, mine in panels.items():
+        name = ", ".join(spelled(last(part)) for part in reversed(settings))
+        name = name if len(panels) > 1 else ""
+        look = Panel(view, mine, name, slug(f"{title} {name}"))
+        results.append(look.table())
+        over_x += _shown(look.over_x())
+        curves += [plot for plot in look.progress() if not plot.empty]
+        changes += [plot for plot in look.exploration() if not plot.empty]
+        shown = look.representatives()
+        densities += _shown(*(wires.over_time(group, look.tag(group)) for group in shown))
+        pictures += [item for group in shown for item in wires.pictures(group, look.tag(group))]
+        table, plot = costs(view, mine, look.namer, name, look.slug)
+        speeds += [table, *_shown(plot)]
+    parts = [
+        Part("Results", results if len(panels) > 1 else [*results, *over_x], _explained(found)),
+        Part("", over_x if len(panels) > 1 else []),
+        Part("Accuracy while training", curves, BAND),
+        Part(
+            "Turnover and exploration",
+            changes,
+            "Turnover is the share of connections that a rewiring replaces; explored are all that have "
+            "ever been active, as a share of those that could be.",
+        ),
+        Part(
+            "Density of each layer over time",
+            densities,
+            "Where connections compete over the whole model, they move between layers. Early layers are "
+            "indigo, late ones amber.",
+        ),
+        Part(
+            "Connections before and after",
+            pictures,
+            "Output units go down, input units across. Blue connections were there from the start, orange "
+            "ones have grown since.",
+            wide=True,
+        ),
+        Part(
+            "Cost and speed",
+            speeds,
+            "Training images per second, testing included, as the runs were made: compare runs of one "
+            "machine with the same number of threads.",
+            wide=True,
+        ),
+    ]
+    lead = view.lead
+    return Section(title, [part for part in parts if part.items], lead, view.source, command)
+
+
+def _explained(found: Sequence[Group]) -> str:
+    words = [
+        "Test accuracy in percent at the end of training, mean and standard deviation over seeds."
+    ]
+    if any(not group.complete for group in found):
+        words.append("Numbers in italics are of runs that are not finished.")
+    scales = {group.config.get("scale", 1.0) for group in found} - {1.0}
+    if scales:
+        held = ", ".join(f"{scale:g}" for scale in sorted(scales))
+        words.append(f"Schedules are {held} of the paper's length, so do not expect its numbers.")
+    return " ".join(words)
+
+
+def _shown(*plots: Plot | None) -> list[Item]:
+    return [plot for plot in plots if plot is not None and not plot.empty]
+
+
+def last(name: str) -> str:
+    """The last part of a path, which a data set may be."""
+    return name.rstrip("/").rsplit("/", 1)[-1]
+
+
+def _rank(experiment: str) -> int:
+    """Where an experiment stands in the paper."""
+    return list(VIEWS).index(experiment) if experiment in VIEWS else len(VIEWS)
