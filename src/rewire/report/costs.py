@@ -46,22 +46,25 @@ def costs(
         )
     head = ["", view.x_label.split(" (")[0], "seeds", "accuracy", "connections", "training FLOPs"]
     head += ["of dense", "images/s", "against dense", "time of a run"]
-    title = html.tag("h4", name) if name else ""
     series = [Series("Dense", "dense", (), [1.0], dashed=True)] if lines else []
     for label, points in lines.items():
         x, y = zip(*sorted(points), strict=True)
         series.append(Series(label, shades[label], x, y, dots=True))
     plot = Plot(
         f"{slug}-speed",
-        f"Speed against dense{', ' if name else ''}{name}",
-        view.x_label,
-        "times as many images per second as dense",
-        series if len(ticks) > 1 else [],
+        title=name or "Speed against dense",
+        subtitle="images per second, compared to dense",
+        x_label=view.x_label,
+        y_label="times as many images per second as dense",
+        series=series if len(ticks) > 1 else [],
         log_x=view.x == "sparsity",
         ticks=sorted(ticks.items()),
         unit="×",  # noqa: RUF001
     )
-    return html.tag("div", title + html.table(head, rows, "numbers"), "card"), plot
+    table = html.table(head, rows, "numbers")
+    if not name:
+        return html.tag("div", table, "card"), plot
+    return f"<details><summary><b>All numbers of {name}</b></summary>{table}</details>", plot
 
 
 def faster(group: Group, groups: Sequence[Group]) -> float:

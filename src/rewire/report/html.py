@@ -33,16 +33,16 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
 def figure(plot: Plot) -> str:
     """A plot with its title above and its legend below."""
     entries = "".join(
-        f'<button type="button" data-label="{escape(one.label)}"><i class="{"dash" if one.dashed else ""}" '
-        f'style="--c:{colors.css(one.color)}"></i>{escape(one.label)}</button>'
+        f'<button type="button" data-label="{escape(one.entry)}"><i class="{"dash" if one.dashed else ""}" '
+        f'style="--c:{colors.css(one.color)}"></i>{escape(one.entry)}</button>'
         for one in plot.legend
     )
-    note = tag("p", escape(plot.note), "note") if plot.note else ""
     named = plot.title.lower().startswith(plot.y_label.lower())
-    y_label = "" if named else tag("span", escape(plot.y_label))
+    below = plot.subtitle or ("" if named else plot.y_label)
+    subtitle = tag("span", escape(below)) if below else ""
     return (
-        f'<figure class="card"><figcaption><b>{escape(plot.title)}</b>{y_label}</figcaption>'
-        f'{svg.inline(plot)}<div class="legend">{entries}</div>{note}</figure>'
+        f'<figure class="card"><figcaption><b>{escape(plot.title)}</b>{subtitle}</figcaption>'
+        f'{svg.inline(plot)}<div class="legend">{entries}</div></figure>'
     )
 
 

@@ -26,8 +26,8 @@ const show = (svg, values, event) => {
   cursor.setAttribute("visibility", "visible");
   tip.replaceChildren();
   cell("b", values.name + " " + values.x[near], tip);
-  const hidden = (label) => [...svg.querySelectorAll("g.off")].some((g) => g.dataset.label === label);
-  const rows = values.lines.filter(([label, , y]) => y[near] !== null && !hidden(label));
+  const hidden = (entry) => [...svg.querySelectorAll("g.off")].some((g) => g.dataset.label === entry);
+  const rows = values.lines.filter(([, , y, entry]) => y[near] !== null && !hidden(entry));
   rows.sort((a, b) => b[2][near] - a[2][near]);
   for (const [label, color, y] of rows.slice(0, 12)) {
     const row = tip.appendChild(document.createElement("div"));

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from rewire.report import colors, html, paper
 from rewire.report.groups import Group
@@ -50,8 +51,13 @@ class Panel:
     def color(self, group: Group) -> str:
         return self.namer.color(group.config, self.labels)
 
-    def titled(self, words: str) -> str:
-        return f"{words}, {self.name}" if self.name else words
+    def _plot(
+        self, name: str, words: str, x: str, y: str, series: Sequence[Series], **more: Any
+    ) -> Plot:
+        """In percent, with words for its title; with several panels the panel is the title."""
+        title, subtitle = (self.name, words) if self.name else (words, "")
+        name = slug(f"{self.slug}-{name}")
+        return Plot(name, title, x, y, series, subtitle=subtitle, unit="%", **more)
 
     # Tables ---------------------------------------------------------------------------------------
 
@@ -72,8 +78,7 @@ class Panel:
                     for x, _ in places
                 ]
             rows.append(row)
-        corner = self._x
-        head = [corner, *(tick for _, tick in places)] if places else ["", "accuracy"]
+        head = [self.view.x, *(tick for _, tick in places)] if places else ["", "accuracy"]
         title = html.tag("h4", self.name) if self.name else ""
         return html.tag("div", title + html.table(head, rows, "pivot"), "card")
 
@@ -84,15 +89,15 @@ class Panel:
         number = html.value(group.mean, group.deviation)
         if not group.complete:
             number = html.tag("i", number)
-        elif best and len(self.labels) > 1:
+        elif best and len(self.labels) > 1 and "method" in self.view.lines:
             number = html.tag("b", number)
         printed = self._paper(group)
         if printed is None:
             return number
         gap = group.mean - printed.accuracy
         away = f" ({html.signed(gap)})" if math.isfinite(gap) else ""
-        spread = f"±{printed.deviation:g}" if math.isfinite(printed.deviation) else ""
-        return f'{number}<span class="printed">paper {printed.accuracy:.1f}{spread}{away}</span>'
+        spread = f"±{printed.deviation}" if math.isfinite(printed.deviation) else ""
+        return f'{number}<span class="printed">{printed.accuracy:.1f}{spread}{away}</span>'
 
     # Plots ----------------------------------------------------------------------------------------
 
@@ -111,9 +116,7 @@ class Panel:
             ]
             if len(placed) < len(mine):
                 if (theirs := self._paper(mine[0])) is not None:
-                    series.append(
-                        Series(f"{label}, paper", color, (), [theirs.accuracy], dashed=True)
-                    )
+                    series.append(_printed(label, color, (), [theirs.accuracy]))
                 series.append(Series(label, color, (), [mine[0].mean]))
                 continue
             placed.sort(key=lambda pair: pair[0])
@@ -130,22 +133,14 @@ class Panel:
             printed = [(x, p.accuracy) for x, g in placed if (p := self._paper(g)) is not None]
             if printed:
                 at, values = zip(*printed, strict=True)
-                series.append(Series(f"{label}, paper", color, at, values, dashed=True, dots=True))
+                series.append(_printed(label, color, at, values))
             series.append(ours)
         ticks = [(self.view.position(x), tick) for x, tick in self.places]
-        title = self.titled(f"Accuracy against {self._x}")
+        words = f"Accuracy against {self._x}"
         logs = self.view.x == "sparsity" or (self.view.x == "subset" and ticks and ticks[-1][0] > 4)
-        few = len(ticks) < 2
-        return Plot(
-            f"{self.slug}-accuracy",
-            title,
-            self.view.x_label,
-            "test accuracy",
-            [] if few else series,
-            log_x=bool(logs),
-            ticks=ticks,
-            unit="%",
-        )
+        more = {"log_x": bool(logs), "ticks": ticks}
+        shown = series if len(ticks) > 1 else []
+        return self._plot("accuracy", words, self.view.x_label, "test accuracy", shown, **more)
 
     def _paper(self, group: Group) -> paper.Printed | None:
         return paper.lookup(group.config, self.view.tables)
@@ -184,13 +179,9 @@ class Panel:
                 label = f"{self._x} {self.view.tick(place, group.config)}"
                 color = colors.ramp(index / max(1, len(groups) - 1))
             series.append(Series(label, color, x, mean, low, high))
-        words = (
-            f"{y_label.capitalize()}, {at if along else f'{self._x} {at}'}"
-            if at
-            else y_label.capitalize()
-        )
-        name = slug(f"{self.slug}-{key}-{at}")
-        return Plot(name, self.titled(words), "epoch", y_label, series, unit="%")
+        at = f"{self._x} {at}" if at and not along else at
+        words = f"{y_label.capitalize()}, {at}" if at else y_label.capitalize()
+        return self._plot(f"{key}-{at}", words, "epoch", y_label, series)
 
     def exploration(self) -> list[Plot]:
         """Turnover and explored connections, of one group for each line."""
@@ -205,9 +196,8 @@ class Panel:
             places = {self.view.place(g.config) for g in self.representatives()}
             tick = dict(self.places).get(places.pop() or 0.0, "") if len(places) == 1 else ""
             at = f", {self._x} {tick}" if tick else ""
-            title = self.titled(f"{y_label.capitalize()}{at}")
-            name = f"{self.slug}-{key}"
-            plots.append(Plot(name, title, "training step", y_label, series, unit="%"))
+            words = f"{y_label.capitalize()}{at}"
+            plots.append(self._plot(key, words, "training step", y_label, series))
         return plots
 
     def representatives(self) -> list[Group]:
@@ -217,3 +207,8 @@ class Panel:
             if any(run.rewirings for run in group.runs):
                 found[self.namer.label(group.config)] = group
         return [found[label] for label in self.labels if label in found]
+
+
+def _printed(label: str, color: str, x: Sequence[float], y: Sequence[float]) -> Series:
+    """A line of the paper's numbers."""
+    return Series(f"{label}, paper", color, x, y, dashed=True, dots=True, paper=True)

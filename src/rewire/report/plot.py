@@ -15,12 +15,13 @@ class Series:
     """A line.
 
     Attributes:
-        label: for the legend; lines of the same label share an entry.
+        label: its name.
         color: a name of ``colors.PALETTE``, or ``#rrggbb``.
         x, y: points; those that are not finite are left out. A line without x goes all the way across.
         low, high: the edges of its band.
-        dashed: drawn thin and broken, as the paper's numbers are.
+        dashed: drawn thin and broken.
         dots: mark the points.
+        paper: whether these are the paper's numbers; all such lines share an entry of the legend.
     """
 
     label: str
@@ -31,6 +32,12 @@ class Series:
     high: Sequence[float] = ()
     dashed: bool = False
     dots: bool = False
+    paper: bool = False
+
+    @property
+    def entry(self) -> str:
+        """Its entry in the legend."""
+        return "paper" if self.paper else self.label
 
     @property
     def points(self) -> list[tuple[float, float]]:
@@ -51,13 +58,12 @@ class Plot:
 
     Attributes:
         name: of its files.
-        title: above it.
+        title, subtitle: above it.
         x_label, y_label: of the axes.
         series: the lines, those on top last.
         log_x, log_y: whether an axis is logarithmic.
         ticks: positions and labels of the x axis, if not to be chosen.
         unit: after numbers of the y axis, such as %.
-        note: a sentence below it.
     """
 
     name: str
@@ -69,7 +75,7 @@ class Plot:
     log_y: bool = False
     ticks: Sequence[tuple[float, str]] = field(default=())
     unit: str = ""
-    note: str = ""
+    subtitle: str = ""
 
     @property
     def empty(self) -> bool:
@@ -78,8 +84,11 @@ class Plot:
 
     @property
     def legend(self) -> list[Series]:
-        """One line for each label."""
-        return list({s.label: s for s in self.series}.values())
+        """A line for each entry, that of the paper last."""
+        found = {s.entry: s for s in self.series if not s.paper}
+        if any(s.paper for s in self.series):
+            found["paper"] = Series("paper", "muted", (), (), dashed=True, paper=True)
+        return list(found.values())
 
     def scales(self) -> tuple[Scale, Scale]:
         """The axes that hold everything."""

@@ -29,7 +29,7 @@ def save(plot: Plot, path: Path) -> None:
             axes.fill_between(x, low, high, color=color, alpha=0.15, linewidth=0)
         style: dict[str, Any] = {
             "color": color,
-            "label": one.label,
+            "label": one.entry,
             "linestyle": "--" if one.dashed else "-",
         }
         width = 1.2 if one.dashed else 1.8
@@ -49,9 +49,8 @@ def save(plot: Plot, path: Path) -> None:
         axis.set_minor_locator(NullLocator())
     axes.set_xlabel(plot.x_label, color=colors.light("muted"))
     axes.set_ylabel(plot.y_label, color=colors.light("muted"))
-    axes.set_title(
-        plot.title, loc="left", fontsize=11, fontweight="bold", color=colors.light("ink")
-    )
+    title = f"{plot.title}\n{plot.subtitle}" if plot.subtitle else plot.title
+    axes.set_title(title, loc="left", fontsize=11, color=colors.light("ink"))
     axes.tick_params(length=0, labelcolor=colors.light("muted"), labelsize=9)
     axes.grid(axis="y", color=colors.light("grid"))
     axes.set_axisbelow(True)

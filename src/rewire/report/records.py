@@ -58,7 +58,9 @@ def _savings(records: Sequence[Mapping[str, Any]]) -> Plot:
     if series:
         printed = paper.about("flops")
         at = [100 * v for v in printed["sparsity"]]
-        series.append(Series("paper", "ink", at, printed["saving"], dashed=True, dots=True))
+        series.append(
+            Series("paper", "ink", at, printed["saving"], dashed=True, dots=True, paper=True)
+        )
     return Plot("flops", "FLOPs saved", "sparsity (%)", "saving over RigL", series, unit="%")
 
 

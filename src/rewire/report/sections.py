@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from rewire.report import wires
+from rewire.report import paper, wires
 from rewire.report.costs import costs
 from rewire.report.groups import Group
 from rewire.report.panel import Panel
@@ -100,6 +100,7 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
     densities: list[Item] = []
     pictures: list[Item] = []
     speeds: list[Item] = []
+    tables: list[Item] = []
     for settings, mine in panels.items():
         name = ", ".join(spelled(last(part)) for part in reversed(settings))
         name = name if len(panels) > 1 else ""
@@ -112,9 +113,12 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
         densities += _shown(*(wires.over_time(group, look.tag(group)) for group in shown))
         pictures += [item for group in shown for item in wires.pictures(group, look.tag(group))]
         table, plot = costs(view, mine, look.namer, name, look.slug)
-        speeds += [table, *_shown(plot)]
+        tables.append(table)
+        speeds += _shown(plot)
     parts = [
-        Part("Results", results if len(panels) > 1 else [*results, *over_x], _explained(found)),
+        Part(
+            "Results", results if len(panels) > 1 else [*results, *over_x], _explained(view, found)
+        ),
         Part("", over_x if len(panels) > 1 else []),
         Part("Accuracy while training", curves, BAND),
         Part(
@@ -141,17 +145,19 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
             speeds,
             "Training images per second, testing included, as the runs were made: compare runs of one "
             "machine with the same number of threads.",
-            wide=True,
         ),
+        Part("" if speeds else "Cost", tables, wide=True),
     ]
     lead = view.lead
     return Section(title, [part for part in parts if part.items], lead, view.source, command)
 
 
-def _explained(found: Sequence[Group]) -> str:
+def _explained(view: View, found: Sequence[Group]) -> str:
     words = [
         "Test accuracy in percent at the end of training, mean and standard deviation over seeds."
     ]
+    if any(paper.lookup(group.config, view.tables) for group in found):
+        words.append("Below it in grey: the paper's, and how far it is from that.")
     if any(not group.complete for group in found):
         words.append("Numbers in italics are of runs that are not finished.")
     scales = {group.config.get("scale", 1.0) for group in found} - {1.0}

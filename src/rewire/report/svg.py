@@ -26,7 +26,7 @@ STYLE = f"""\
 
 def inline(plot: Plot) -> str:
     """For the page, with what its script needs to show values under the pointer."""
-    label = escape(f"{plot.title}: {plot.y_label} against {plot.x_label}")
+    label = escape(f"{_title(plot)}: {plot.y_label} against {plot.x_label}")
     return (
         f'<svg class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f"data-values='{escape(_values(plot), quote=True)}'>{_body(plot)}"
@@ -49,7 +49,7 @@ def file(plot: Plot) -> str:
         )
         x += wide
     head = round(y + 10)
-    title = f'<text x="16" y="24" class="title">{escape(plot.title)}</text>'
+    title = f'<text x="16" y="24" class="title">{escape(_title(plot))}</text>'
     style = (
         f"{colors.variables()}{STYLE}.plot .title{{font-size:14px;font-weight:600;fill:var(--ink)}}"
     )
@@ -59,6 +59,10 @@ def file(plot: Plot) -> str:
         f'<rect width="100%" height="100%" style="fill:var(--paper)"/>{title}{"".join(rows)}'
         f'<g transform="translate(0 {head})">{_body(plot)}</g></svg>\n'
     )
+
+
+def _title(plot: Plot) -> str:
+    return f"{plot.title}: {plot.subtitle}" if plot.subtitle else plot.title
 
 
 def _x(scale: Scale, value: float) -> float:
@@ -112,7 +116,7 @@ def _series(one: Series, index: int, across: Scale, up: Scale) -> str:
             f'<circle class="{kind}" style="{paint}:{color}" cx="{x:.1f}" cy="{y:.1f}" r="3.6"/>'
             for x, y in points
         ]
-    return f'<g data-series="{index}" data-label="{escape(one.label)}">{"".join(parts)}</g>'
+    return f'<g data-series="{index}" data-label="{escape(one.entry)}">{"".join(parts)}</g>'
 
 
 def _values(plot: Plot) -> str:
@@ -124,7 +128,7 @@ def _values(plot: Plot) -> str:
     for one in plot.series:
         held = dict(one.points) if one.x else dict.fromkeys(places, one.y[0] if one.y else math.nan)
         values = [_rounded(held[x]) if x in held else None for x in places]
-        lines.append([one.label, colors.css(one.color), values])
+        lines.append([one.label, colors.css(one.color), values, one.entry])
     return json.dumps(
         {
             "at": [round(_x(across, x), 1) for x in places],

@@ -88,10 +88,10 @@ class Namer:
         """The colour of that line, among those of all labels."""
         mine, method = self.label(config), config["method"]
         if self.view.lines[:1] != ("method",):
-            return colors.other(labels.index(mine))
+            return colors.ramp(labels.index(mine) / max(1, len(labels) - 1))
         drawn = config.get("distribution")
-        if "distribution" in self.view.lines and drawn in colors.PALETTE:
-            return str(drawn)
+        if "distribution" in self.view.lines and drawn is not None and not self.more:
+            return colors.of(str(drawn)) if drawn != "uniform" else colors.of(method)
         same = [label for label in labels if label.split(" · ")[0] == spelled(method)]
         return colors.of(method, same.index(mine))
 
