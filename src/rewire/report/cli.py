@@ -12,7 +12,7 @@ def report(
     folders: Annotated[
         list[Path],
         typer.Argument(
-            metavar="DIR...", help="Runs, sweeps, or folders above them.", show_default=False
+            metavar="DIR", help="Runs, sweeps, or folders above them.", show_default=False
         ),
     ],
     out: Annotated[
@@ -36,7 +36,8 @@ def report(
 
     Example: `rewire report runs -o report.html --plots plots`
     """
-    from rewire.report.write import Shown, write
+    from rewire.report.progress import Shown
+    from rewire.report.write import write
 
     try:
         with Shown(quiet) as shown:

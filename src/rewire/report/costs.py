@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 from rewire.report import html
 from rewire.report.groups import Group
-from rewire.report.plot import Plot, Series
+from rewire.report.plot import Plot, Series, slug
 from rewire.report.views import Namer, View
 from rewire.training.words import big, duration
 
 _SAME = ("dataset", "model", "width", "batch_size", "image_size")
 
 
-def costs(
-    view: View, groups: Sequence[Group], namer: Namer, name: str, slug: str
-) -> tuple[str, Plot]:
+def costs(view: View, groups: Sequence[Group], namer: Namer, name: str) -> tuple[str, Plot]:
     """A table of all groups, and how many times faster than dense they are."""
     labels = list(dict.fromkeys(namer.label(g.config) for g in groups))
     lines: dict[str, list[tuple[float, float]]] = {}
@@ -51,7 +50,7 @@ def costs(
         x, y = zip(*sorted(points), strict=True)
         series.append(Series(label, shades[label], x, y, dots=True))
     plot = Plot(
-        f"{slug}-speed",
+        slug(f"{name} speed"),
         title=name or "Speed against dense",
         subtitle="images per second, compared to dense",
         x_label=view.x_label,
@@ -64,7 +63,10 @@ def costs(
     table = html.table(head, rows, "numbers")
     if not name:
         return html.tag("div", table, "card"), plot
-    return f"<details><summary><b>All numbers of {name}</b></summary>{table}</details>", plot
+    return (
+        f"<details><summary><b>All numbers of {escape(name)}</b></summary>{table}</details>",
+        plot,
+    )
 
 
 def faster(group: Group, groups: Sequence[Group]) -> float:

@@ -9,6 +9,7 @@ from html import escape
 from rewire.report import colors, svg
 from rewire.report.plot import Plot
 
+_ENTRIES = 15  # of a legend; of more, the first and the last are shown
 DASH = "–"  # noqa: RUF001
 
 
@@ -32,10 +33,12 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], css: str = "") -> 
 
 def figure(plot: Plot) -> str:
     """A plot with its title above and its legend below."""
-    entries = "".join(
+    shown = plot.legend if len(plot.legend) <= _ENTRIES else [plot.legend[0], plot.legend[-1]]
+    between = " to " if len(shown) < len(plot.legend) else ""
+    entries = between.join(
         f'<button type="button" data-label="{escape(one.entry)}"><i class="{"dash" if one.dashed else ""}" '
         f'style="--c:{colors.css(one.color)}"></i>{escape(one.entry)}</button>'
-        for one in plot.legend
+        for one in shown
     )
     named = plot.title.lower().startswith(plot.y_label.lower())
     below = plot.subtitle or ("" if named else plot.y_label)

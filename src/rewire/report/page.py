@@ -18,6 +18,8 @@ from rewire.report.sections import Part, Section
 from rewire.training import toml
 from rewire.training.words import duration
 
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
+
 
 def page(found: Found, groups: Sequence[Group], sections: Sequence[Section], title: str) -> str:
     """The whole file."""
@@ -33,6 +35,7 @@ def page(found: Found, groups: Sequence[Group], sections: Sequence[Section], tit
 <head>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{_POLICY}">
 <title>{escape(title)}</title>
 <link rel="icon" href="data:,">
 <style>

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from typing import Any
 
 from rewire.report import colors, html, paper
@@ -16,12 +17,11 @@ from rewire.report.views import Namer, View
 
 @dataclass(frozen=True)
 class Panel:
-    """Runs of one model and data set, seen by a view."""
+    """Runs of one model and data set, seen by a view; the name is empty if there is one panel alone."""
 
     view: View
     groups: Sequence[Group]
     name: str
-    slug: str
 
     @cached_property
     def namer(self) -> Namer:
@@ -56,7 +56,7 @@ class Panel:
     ) -> Plot:
         """In percent, with words for its title; with several panels the panel is the title."""
         title, subtitle = (self.name, words) if self.name else (words, "")
-        name = slug(f"{self.slug}-{name}")
+        name = slug(f"{self.name}-{name}")
         return Plot(name, title, x, y, series, subtitle=subtitle, unit="%", **more)
 
     # Tables ---------------------------------------------------------------------------------------
@@ -79,7 +79,7 @@ class Panel:
                 ]
             rows.append(row)
         head = [self.view.x, *(tick for _, tick in places)] if places else ["", "accuracy"]
-        title = html.tag("h4", self.name) if self.name else ""
+        title = html.tag("h4", escape(self.name)) if self.name else ""
         return html.tag("div", title + html.table(head, rows, "pivot"), "card")
 
     def _at(self, x: float) -> list[Group]:

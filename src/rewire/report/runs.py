@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from rewire.report.progress import Tell, silent
 from rewire.training import toml
+from rewire.training.config import Config
 from rewire.training.folder import CONFIG, METRICS, MODEL
 
 SWEEP, RESULTS = "sweep.toml", "results.json"
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "damaged"
-_NEEDED: dict[str, type | tuple[type, ...]] = {
-    "dataset": str,
-    "model": str,
-    "method": str,
-    "sparsity": (int, float),
-    "seed": int,
+_NEEDED = ("dataset", "model", "method", "sparsity", "seed", "batch_size")
+_KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (int, float),
+    "tuple": (list,),
 }
 _MOST = 400  # rewirings that are kept of a run
 
@@ -111,30 +114,30 @@ class Found:
     sweeps: list[Sweep] = field(default_factory=list)
 
 
-def find(folders: Sequence[Path], tell: Callable[[str], None] = lambda name: None) -> Found:
-    """Read all runs and sweeps in and below folders; ``tell`` is given the name of each.
+def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
+    """Read all runs and sweeps in and below folders.
 
     Raises:
         ValueError: if a folder is not there, or there is nothing in any of them.
     """
-    found, seen = Found(), set()
     for top in folders:
         if not top.is_dir():
             raise ValueError(f"there is no folder {top}")
-        sweeps: dict[Path, Sweep] = {}
-        for path in _folders(top):
-            above = next((sweeps[p] for p in [path, *path.parents] if p in sweeps), None)
-            if (key := path.resolve()) in seen:
-                continue
-            if (path / SWEEP).is_file():
-                seen.add(key)
-                sweeps[path] = _read_sweep(path)
-                found.sweeps.append(sweeps[path])
-            elif _is_run(path):
-                seen.add(key)
-                name = path.name if path == top else path.relative_to(top).as_posix()
-                tell(name)
-                found.runs.append(_read_run(path, name, above))
+    places = [(top, path) for top in folders for path in _folders(top)]
+    found, seen = Found(), set()
+    sweeps: dict[Path, Sweep] = {}
+    for index, (top, path) in enumerate(places):
+        tell("reading", index, len(places))
+        if (key := path.resolve()) in seen:
+            continue
+        seen.add(key)
+        if (path / SWEEP).is_file():
+            sweeps[key] = _read_sweep(path)
+            found.sweeps.append(sweeps[key])
+        elif _is_run(path):
+            above = next((sweeps[p] for p in key.parents if p in sweeps), None)
+            name = path.name if path == top else path.relative_to(top).as_posix()
+            found.runs.append(_read_run(path, name, above))
     if not found.runs and not found.sweeps:
         raise ValueError(
             f"there is no run in {', '.join(map(str, folders))}: a run is a folder with {CONFIG}, as "
@@ -161,9 +164,13 @@ def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
         config = toml.read(path / CONFIG)
     except (ValueError, OSError) as error:
         return {}, [str(error)]
-    missing = [name for name, kind in _NEEDED.items() if not isinstance(config.get(name), kind)]
-    if missing:
-        return {}, [f"{CONFIG} does not say what {', '.join(missing)} is"]
+    wrong = [name for name in _NEEDED if name not in config]
+    for field_ in fields(Config):
+        kind = _KINDS[re.split(r"\W", str(field_.type))[0]]
+        if field_.name in config and not isinstance(config[field_.name], kind):
+            wrong.append(field_.name)
+    if wrong:
+        return {}, [f"{CONFIG} does not say, or not well, what {', '.join(wrong)} is"]
     return config, []
 
 

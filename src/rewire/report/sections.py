@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rewire.report import paper, wires
@@ -11,6 +11,7 @@ from rewire.report.groups import Group
 from rewire.report.panel import Panel
 from rewire.report.paper import spelled
 from rewire.report.plot import Plot, slug
+from rewire.report.progress import Tell, silent
 from rewire.report.records import of_records
 from rewire.report.runs import Found, Sweep
 from rewire.report.views import BY_HAND, VIEWS, View
@@ -47,27 +48,26 @@ class Section:
     name: str = field(default="")
 
 
-def sections(
-    found: Found, groups: Sequence[Group], tell: Callable[[str], None] = lambda name: None
-) -> list[Section]:
+def sections(found: Found, groups: Sequence[Group], tell: Tell = silent) -> list[Section]:
     """One for each sweep, and one for each model and data set of other runs."""
-    made = []
-    for sweep in sorted(found.sweeps, key=lambda s: _rank(s.experiment)):
-        mine = [g for g in groups if g.runs[0].sweep is sweep]
-        tell(sweep.path.name)
-        if sweep.records or not mine:
-            made.append(_of_records(sweep))
-        if mine:
-            view = VIEWS.get(sweep.experiment, View(sweep.experiment or sweep.path.name))
-            made.append(_of_view(view, mine, view.title, sweep.command or ""))
+    made, sweeps = [], sorted(found.sweeps, key=lambda sweep: _rank(sweep.experiment))
     others: dict[str, list[Group]] = {}
     for group in groups:
         if group.runs[0].sweep is None:
             config = group.config
             title = f"{spelled(config['model'])} on {spelled(last(config['dataset']))}"
             others.setdefault(title, []).append(group)
-    for title, mine in others.items():
-        tell(title)
+    total = len(sweeps) + len(others)
+    for index, sweep in enumerate(sweeps):
+        tell("looking at", index, total)
+        mine = [group for group in groups if group.runs[0].sweep is sweep]
+        if sweep.records or not mine:
+            made.append(_of_records(sweep))
+        if mine:
+            view = VIEWS.get(sweep.experiment, View(sweep.experiment or sweep.path.name))
+            made.append(_of_view(view, mine, view.title, sweep.command or ""))
+    for index, (title, mine) in enumerate(others.items(), len(sweeps)):
+        tell("looking at", index, total)
         made.append(_of_view(BY_HAND, mine, title))
     return _named(made)
 
@@ -104,7 +104,7 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
     for settings, mine in panels.items():
         name = ", ".join(spelled(last(part)) for part in reversed(settings))
         name = name if len(panels) > 1 else ""
-        look = Panel(view, mine, name, slug(f"{title} {name}"))
+        look = Panel(view, mine, name)
         results.append(look.table())
         over_x += _shown(look.over_x())
         curves += [plot for plot in look.progress() if not plot.empty]
@@ -112,7 +112,7 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
         shown = look.representatives()
         densities += _shown(*(wires.over_time(group, look.tag(group)) for group in shown))
         pictures += [item for group in shown for item in wires.pictures(group, look.tag(group))]
-        table, plot = costs(view, mine, look.namer, name, look.slug)
+        table, plot = costs(view, mine, look.namer, name)
         tables.append(table)
         speeds += _shown(plot)
     parts = [
