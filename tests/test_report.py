@@ -259,24 +259,56 @@ def test_every_experiment_has_its_section(experiment: str, tmp_path: Path) -> No
 
 def test_experiments_without_training(tmp_path: Path) -> None:
     records: dict[str, list[dict[str, Any]]] = {
-        "flops": [{"sparsity": s, "saving": 3.0} for s in (0.9, 0.95)],
+        "flops": [
+            {"head": "dense", "sparsity": s, "saving_of_gse": 0.03, "saving_of_rigl": 0.02}
+            for s in (0.9, 0.95)
+        ],
         "matmul": [
-            {"format": f, "sparsity": 0.9, "units": n, "milliseconds": n / 7}
-            for f in ("dense", "csr")
-            for n in (256, 512)
+            {"sparsity": 0.9, "units": n, "dense_ms": n / 7, "ours_ms": n / 9} for n in (256, 512)
         ],
     }
     for name, rows in records.items():
         (tmp_path / name).mkdir()
         again = f"rewire reproduce {name}"
         (tmp_path / name / "sweep.toml").write_text(toml.dumps({"experiment": name}))
-        results = json.dumps({"command": again, "results": rows})
+        results = json.dumps({"command": again, "records": rows})
         (tmp_path / name / "results.json").write_text(results)
     shown = report(tmp_path, out=tmp_path / "report.html")
     assert "<code>rewire reproduce flops</code>" in shown
     assert "Figure 4" in shown
     assert "Figure 8" in shown
+    assert '"dense head, of GSE\'s cost","var(--gse)",[3.0,3.0,null]' in unescape(shown)
     assert '"paper","var(--ink)",[null,2.4,13.3]' in unescape(shown)
+    assert '"Ours","var(--gse)",[28.44,56.89]' in unescape(shown)
+
+
+def test_rounds_are_runs_and_sweeps_may_share_them(tmp_path: Path) -> None:
+    sweeps = [tmp_path / name for name in ("table1", "progress-methods")]
+    for sweep in sweeps:
+        (sweep / "runs").mkdir(parents=True)
+        (sweep / "sweep.toml").write_text(toml.dumps({"experiment": sweep.name}))
+    there = sweeps[0] / "runs"
+    write_run(there / "gse", 0.6, sparsity=0.98)
+    whole = write_run(there / "lottery", 0.7, sparsity=0.98, method="static", named="lottery")
+    with (whole / "config.toml").open("a") as config:
+        config.write("rounds = [0.0, 0.9, 0.98]\n")
+    for index, sparsity in enumerate((0.0, 0.9, 0.98)):
+        path = write_run(
+            whole / f"round-{index}", 0.71 + sparsity / 10, method="static", sparsity=sparsity
+        )
+        settings = (path / "config.toml").read_text().replace("static", "lottery")
+        (path / "config.toml").write_text(settings + "rounds = []\n")
+    (sweeps[1] / "runs" / "gse").symlink_to(there / "gse")
+    shown = report(tmp_path, out=tmp_path / "report.html")
+    assert "runs: 4 finished" in shown
+    tables = re.findall(r'<div class="scroll pivot".*?</table>', shown)
+    assert len(tables) == 2
+    assert '60.0<span class="printed">85.1' in tables[0]
+    assert '80.8</b><span class="printed">83.3' in tables[0]  # the last round, where GSE is too
+    assert "80.0" not in tables[0]  # the one at 90 %, where nothing else is
+    assert '60.0<span class="printed">85.1' in tables[1]
+    (*_, last) = runs.find([whole]).runs
+    assert last.seconds == 9  # of all rounds
 
 
 # Connections --------------------------------------------------------------------------------------
@@ -346,7 +378,7 @@ def test_damaged_and_unfinished_runs_are_shown_as_such(trained: Path, tmp_path: 
     (tmp_path / "else" / "config.toml").write_text("[tool]\n")  # no run at all
     (tmp_path / "sweep").mkdir()
     (tmp_path / "sweep" / "sweep.toml").write_text("experiment = ")
-    (tmp_path / "sweep" / "results.json").write_text('{"results": 3}')
+    (tmp_path / "sweep" / "results.json").write_text('{"records": 3}')
     shown = report(tmp_path, trained / "dense", out=tmp_path / "report.html")
     assert "runs: 2 finished, 3 unfinished, 4 damaged" in shown  # finished: tensors and dense
     rows = dict(re.findall(r'<tr><td>(\w+)</td><td><span class="chip (\w+)"', shown))

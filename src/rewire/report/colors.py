@@ -8,7 +8,7 @@ PALETTE: dict[str, tuple[str, str]] = {  # name: (on light, on dark)
     "rigl": ("#2563d9", "#6ea3ff"),
     "static": ("#8b93a3", "#8b95a8"),
     "dense": ("#23272f", "#e8eaf0"),
-    "top-kast": ("#7c4ddb", "#b197fc"),
+    "topkast": ("#7c4ddb", "#b197fc"),
     "snip": ("#c78500", "#f2b53c"),
     "grasp": ("#6d8b0c", "#a9c93a"),
     "synflow": ("#c8338f", "#f477c4"),
@@ -24,7 +24,7 @@ PALETTE: dict[str, tuple[str, str]] = {  # name: (on light, on dark)
     "grid": ("#e6e8ee", "#2a303c"),
     "paper": ("#ffffff", "#161a22"),
 }
-_OTHERS = ("gse", "rigl", "set", "top-kast", "snip", "synflow", "snfs", "lottery", "gradual", "dsr")
+_OTHERS = ("gse", "rigl", "set", "topkast", "snip", "synflow", "snfs", "lottery", "gradual", "dsr")
 _RAMP = ((104, 98, 222), (18, 155, 155), (240, 150, 40))  # readable on light and dark
 
 

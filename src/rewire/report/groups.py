@@ -14,7 +14,7 @@ from rewire.report.runs import FINISHED, Run, number
 
 METHODS = (
     *("dense", "lottery", "gradual", "static", "snip", "grasp", "synflow"),
-    *("deepr", "dsr", "snfs", "rigl", "top-kast", "set", "gse"),
+    *("deepr", "dsr", "snfs", "rigl", "topkast", "set", "gse"),
 )
 """In the order of the paper's table."""
 

@@ -63,6 +63,7 @@ def _asset(name: str) -> str:
 
 def _tiles(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     """The numbers at the top."""
+    runs = list({run.path.resolve(): run for run in runs}.values())  # sweeps may share them
     count = {
         state: sum(r.status == state for r in runs) for state in (FINISHED, UNFINISHED, DAMAGED)
     }
@@ -111,7 +112,7 @@ def _problems(runs: Sequence[Run]) -> str:
             continue
         done = f"after epoch {run.epochs[-1]['epoch']:g}" if run.epochs else "no epoch done"
         words = "; ".join(run.problems) or done
-        resume = f"rewire train --resume {quote(str(run.path))}"
+        resume = f"rewire train --resume {quote(str((run.whole or run).path))}"
         again = html.command(resume) if run.status == UNFINISHED else ""
         rows.append([escape(run.name), html.chip(run.status, run.status), escape(words), again])
     if not rows:
@@ -124,8 +125,13 @@ def _problems(runs: Sequence[Run]) -> str:
 
 def _settings(groups: Sequence[Group]) -> str:
     """All settings, and the command for each run."""
-    items = []
+    items: list[str] = []
+    seen: set[Path] = set()
     for group in groups:
+        paths = {run.path.resolve() for run in group.runs}
+        if paths <= seen:  # sweeps may share runs
+            continue
+        seen |= paths
         config = group.config
         sparsity = (
             "" if config["method"] == "dense" else f", sparsity {100 * config['sparsity']:g} %"
@@ -135,7 +141,8 @@ def _settings(groups: Sequence[Group]) -> str:
         seeds = ", ".join(str(run.config["seed"]) for run in group.runs)
         count = f"seed{'s' * (len(group.runs) > 1)} {seeds}"
         runs = "".join(
-            html.command(text) for text in dict.fromkeys(command(run.config) for run in group.runs)
+            html.command(text)
+            for text in dict.fromkeys(command((run.whole or run).config) for run in group.runs)
         )
         folders = escape(", ".join(run.name for run in group.runs))
         items.append(

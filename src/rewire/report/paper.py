@@ -28,7 +28,7 @@ _NAMES = {
     "snfs": "SNFS",
     "dsr": "DSR",
     "deepr": "DeepR",
-    "top-kast": "Top-KAST",
+    "topkast": "Top-KAST",
     "grabo": "GraBo",
     "graest": "GraEst",
     "erdos-renyi": "Erdos-Renyi",
@@ -41,7 +41,7 @@ _NAMES = {
 def spelled(name: str) -> str:
     """A method, model, data set or distribution as the paper spells it.
 
-    >>> spelled("resnet56"), spelled("top-kast"), spelled("static")
+    >>> spelled("resnet56"), spelled("topkast"), spelled("static")
     ('ResNet-56', 'Top-KAST', 'Static')
     """
     for prefix, full in (("resnet", "ResNet-"), ("vgg", "VGG-")):

@@ -45,59 +45,64 @@ def of_records(sweep: Sweep) -> tuple[str, str, str, list[Plot | str]]:
 
 
 def _savings(records: Sequence[Mapping[str, Any]]) -> Plot:
-    """All numbers that are called a saving, in percent, against sparsity."""
-    names = sorted({k for record in records for k in record if "saving" in k})
-    series = []
-    for index, name in enumerate(names):
-        rows = [(number(r, "sparsity"), number(r, name)) for r in records]
-        points = sorted((x, y) for x, y in rows if math.isfinite(x) and math.isfinite(y))
-        if points:
-            x, y = zip(*points, strict=True)
-            label = name.replace("_", " ")
-            series.append(Series(label, colors.other(index), [100 * v for v in x], y, dots=True))
-    if series:
-        printed = paper.about("flops")
-        at = [100 * v for v in printed["sparsity"]]
-        series.append(
-            Series("paper", "ink", at, printed["saving"], dashed=True, dots=True, paper=True)
-        )
-    return Plot("flops", "FLOPs saved", "sparsity (%)", "saving over RigL", series, unit="%")
+    """What GSE saves, of its own cost and of RigL's, with a dense and with a sparse head."""
+    series: list[Series] = []
+    for head in dict.fromkeys(str(record.get("head")) for record in records):
+        mine = [record for record in records if str(record.get("head")) == head]
+        for name, of in (("saving_of_gse", "GSE's"), ("saving_of_rigl", "RigL's")):
+            points = _points(mine, "sparsity", name)
+            x, y = [_position(x) for x, _ in points], [100 * y for _, y in points]
+            color = colors.of("gse" if "gse" in name else "rigl", 0 if head == "dense" else 1)
+            series.append(Series(f"{head} head, of {of} cost", color, x, y, dots=True))
+    at = sorted({number(record, "sparsity") for record in records})
+    printed = paper.about("flops")
+    x = [_position(share) for share in printed["sparsity"]]
+    series.append(Series("paper", "ink", x, printed["saving"], dashed=True, dots=True, paper=True))
+    ticks = [(_position(s), f"{100 * s:g}") for s in at if s in _TICKS]
+    return Plot(
+        "flops",
+        "FLOPs saved",
+        "sparsity, %",
+        "share of training FLOPs",
+        series,
+        log_x=True,
+        ticks=ticks,
+        unit="%",
+    )
 
 
-_SIZES, _TIMES = ("units", "n", "size"), ("milliseconds", "ms", "seconds", "time")
-_FORMATS = ("format", "kind", "backend", "method", "name")
+_TICKS = (0.5, 0.8, 0.9, 0.95, 0.98, 0.99)
+_FORMATS = {"ours": "gse", "dense": "dense", "csr": "rigl", "coo": "set"}
 
 
 def _times(records: Sequence[Mapping[str, Any]]) -> list[Plot]:
     """Time against size, a line for each format, a plot for each sparsity."""
-    held = {key for record in records for key in record}
-    size, time, kind = (
-        next((name for name in names if name in held), "") for names in (_SIZES, _TIMES, _FORMATS)
-    )
     plots = []
-    for sparsity in sorted({number(r, "sparsity") for r in records}):
-        mine = [r for r in records if number(r, "sparsity") == sparsity]
+    for sparsity in sorted({number(record, "sparsity") for record in records}):
+        mine = [record for record in records if number(record, "sparsity") == sparsity]
+        formats = dict.fromkeys(key for record in mine for key in record if key.endswith("_ms"))
         series = []
-        for index, name in enumerate(sorted({str(r.get(kind)) for r in mine})):
-            rows = [(number(r, size), number(r, time)) for r in mine if str(r.get(kind)) == name]
-            points = sorted((x, y) for x, y in rows if x > 0 and y > 0)
-            if points:
-                x, y = zip(*points, strict=True)
-                series.append(Series(name, colors.other(index), x, y, dots=True))
-        sizes = sorted({x for one in series for x in one.x})
-        plots.append(
-            Plot(
-                slug(f"matmul {sparsity:g}"),
-                f"Sparsity {100 * sparsity:g}\u2009%",
-                "units",
-                time,
-                series,
-                log_x=True,
-                log_y=True,
-                ticks=[(x, short(x)) for x in sizes],
-            )
-        )
+        for key in formats:
+            name, points = key.removesuffix("_ms"), _points(mine, "units", key)
+            label = name.upper() if name in ("csr", "coo") else name.capitalize()
+            x, y = [x for x, _ in points], [y for _, y in points]
+            series.append(Series(label, _FORMATS.get(name, "muted"), x, y, dots=True))
+        sizes = sorted({number(record, "units") for record in mine})
+        title = f"Sparsity {100 * sparsity:g}\u2009%"
+        ticks = [(size, short(size)) for size in sizes if size > 0]
+        name = slug(f"matmul {sparsity:g}")
+        plots.append(Plot(name, title, "units", "milliseconds", series, True, True, ticks))
     return plots
+
+
+def _points(records: Sequence[Mapping[str, Any]], x: str, y: str) -> list[tuple[float, float]]:
+    found = [(number(record, x), number(record, y)) for record in records]
+    return sorted(pair for pair in found if all(map(math.isfinite, pair)))
+
+
+def _position(sparsity: float) -> float:
+    """Sparsities by how many weights there are for each connection."""
+    return 1 / (1 - min(sparsity, 1 - 1e-9))
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> str:

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
     "float": (int, float),
     "tuple": (list,),
 }
+_SPENT = ("steps", "seconds", "training_flops")
 _MOST = 400  # rewirings that are kept of a run
 
 
@@ -62,6 +63,7 @@ class Run:
         status: finished, unfinished or damaged.
         problems: what is wrong with it, in words.
         sweep: the sweep that it is part of.
+        whole: the sequence that it is a round of; its costs are then those of all rounds so far.
     """
 
     path: Path
@@ -73,6 +75,7 @@ class Run:
     status: str
     problems: Sequence[str] = ()
     sweep: Sweep | None = None
+    whole: Run | None = None
 
     @property
     def accuracy(self) -> float:
@@ -128,7 +131,7 @@ def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
     sweeps: dict[Path, Sweep] = {}
     for index, (top, path) in enumerate(places):
         tell("reading", index, len(places))
-        if (key := path.resolve()) in seen:
+        if (key := path.absolute()) in seen:
             continue
         seen.add(key)
         if (path / SWEEP).is_file():
@@ -137,7 +140,7 @@ def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
         elif _is_run(path):
             above = next((sweeps[p] for p in key.parents if p in sweeps), None)
             name = path.name if path == top else path.relative_to(top).as_posix()
-            found.runs.append(_read_run(path, name, above))
+            found.runs += _rounds(_read_run(path, name, above))
     if not found.runs and not found.sweeps:
         raise ValueError(
             f"there is no run in {', '.join(map(str, folders))}: a run is a folder with {CONFIG}, as "
@@ -147,10 +150,14 @@ def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """All folders, those above first; not those inside runs."""
-    for path, names, files in os.walk(top):
+    """All folders, those above first; not those inside runs. Links to runs count, others do not."""
+    for folder, names, files in os.walk(top):
+        path = Path(folder)
+        yield path
         names[:] = [] if CONFIG in files else sorted(name for name in names if name[0] != ".")
-        yield Path(path)
+        for name in names:
+            if (path / name).is_symlink() and (path / name / CONFIG).is_file():
+                yield path / name
 
 
 def _is_run(path: Path) -> bool:
@@ -204,6 +211,24 @@ def _read_run(path: Path, name: str, sweep: Sweep | None) -> Run:
     return Run(path, name, config, lines["epoch"], rewirings, end, status, problems, sweep)
 
 
+def _rounds(whole: Run) -> list[Run]:
+    """The rounds of a sequence that trains one model after the other; of any other run, itself."""
+    if not whole.config.get("rounds"):
+        return [whole]
+    found: list[Run] = []
+    spent = dict.fromkeys(_SPENT, 0.0)
+    for index in range(len(whole.config["rounds"])):
+        path = whole.path / f"round-{index}"
+        if not (path / CONFIG).is_file():
+            break
+        one = _read_run(path, f"{whole.name}/{path.name}", whole.sweep)
+        if one.end is not None:
+            spent = {name: spent[name] + number(one.end, name) for name in _SPENT}
+            one = replace(one, end={**one.end, **spent})
+        found.append(replace(one, whole=whole))
+    return found or [whole]
+
+
 def _line(text: str) -> dict[str, Any] | None:
     """A line of metrics, if it is one."""
     try:
@@ -225,7 +250,7 @@ def _read_sweep(path: Path) -> Sweep:
     if (path / RESULTS).exists():
         try:
             data = json.loads((path / RESULTS).read_text(encoding="utf-8"))
-            rows = data if isinstance(data, list) else data.get("results", data.get("records", []))
+            rows = data if isinstance(data, list) else data.get("records", [])
             records = [row for row in rows if isinstance(row, dict)]
             if isinstance(data, dict) and isinstance(data.get("command"), str):
                 about = {"command": data["command"], **about}

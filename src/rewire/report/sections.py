@@ -91,7 +91,7 @@ def _of_records(sweep: Sweep) -> Section:
 
 def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") -> Section:
     panels: dict[tuple[str, ...], list[Group]] = {}
-    for group in found:
+    for group in _comparable(view, found):
         panels.setdefault(tuple(group.config[name] for name in view.panel), []).append(group)
     results: list[Item] = []
     over_x: list[Item] = []
@@ -150,6 +150,13 @@ def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") 
     ]
     lead = view.lead
     return Section(title, [part for part in parts if part.items], lead, view.source, command)
+
+
+def _comparable(view: View, found: Sequence[Group]) -> list[Group]:
+    """Without those rounds of lotteries that no other method can be compared with."""
+    others = [group for group in found if group.config["method"] != "lottery"]
+    places = {view.place(group.config) for group in others or found}
+    return [group for group in found if view.place(group.config) in places]
 
 
 def _explained(view: View, found: Sequence[Group]) -> str:

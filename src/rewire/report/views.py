@@ -9,6 +9,7 @@ from typing import Any
 from rewire.report import colors, groups
 from rewire.report.groups import Group
 from rewire.report.paper import spelled
+from rewire.training.methods import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -113,17 +114,7 @@ def _plain(value: Any) -> str:
 BY_HAND = View("", tables=("table1", "imagenet", "extended", "vit-scaling"))
 
 # What changes with the width, where the narrowest model is dense, and with the model.
-_ALONG = (
-    "sparsity",
-    "method",
-    "subset",
-    "distribution",
-    "scope",
-    "every",
-    "until",
-    "fraction",
-    "lr",
-)
+_ALONG = ("sparsity", "exact", "method", *OPTIONS, "lr")
 
 VIEWS: dict[str, View] = {
     "table1": View(
