@@ -278,7 +278,8 @@ def test_experiments_without_training(tmp_path: Path) -> None:
     assert "Figure 4" in shown
     assert "Figure 8" in shown
     assert '"dense head, of GSE\'s cost","var(--gse)",[3.0,3.0,null]' in unescape(shown)
-    assert '"paper","var(--ink)",[null,2.4,13.3]' in unescape(shown)
+    assert '"paper","var(--ink)",[null,2.4,null]' in unescape(shown)
+    assert '"paper","var(--ink)",[null,null,13.3]' in unescape(shown)
     assert '"Ours","var(--gse)",[28.44,56.89]' in unescape(shown)
 
 

@@ -43,7 +43,7 @@ def costs(view: View, groups: Sequence[Group], namer: Namer, name: str) -> tuple
                 _known(_seconds(group), duration),
             ]
         )
-    head = ["", view.x_label.split(" (")[0], "seeds", "accuracy", "connections", "training FLOPs"]
+    head = ["", view.x_name, "seeds", "accuracy", "connections", "training FLOPs"]
     head += ["of dense", "images/s", "against dense", "time of a run"]
     series = [Series("Dense", "dense", (), [1.0], dashed=True)] if lines else []
     for label, points in lines.items():

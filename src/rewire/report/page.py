@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from rewire.report import colors, html, svg
-from rewire.report.groups import Group
+from rewire.report.groups import Group, differing
 from rewire.report.paper import spelled
 from rewire.report.plot import Plot
 from rewire.report.rerun import command
@@ -113,6 +113,8 @@ def _problems(runs: Sequence[Run]) -> str:
         done = f"after epoch {run.epochs[-1]['epoch']:g}" if run.epochs else "no epoch done"
         words = "; ".join(run.problems) or done
         resume = f"rewire train --resume {quote(str((run.whole or run).path))}"
+        if run.sweep is not None and run.sweep.command:
+            resume = run.sweep.command
         again = html.command(resume) if run.status == UNFINISHED else ""
         rows.append([escape(run.name), html.chip(run.status, run.status), escape(words), again])
     if not rows:
@@ -127,17 +129,14 @@ def _settings(groups: Sequence[Group]) -> str:
     """All settings, and the command for each run."""
     items: list[str] = []
     seen: set[Path] = set()
-    for group in groups:
+    titles = [_group_title(group) for group in groups]
+    for group, title in zip(groups, titles, strict=True):
         paths = {run.path.resolve() for run in group.runs}
         if paths <= seen:  # sweeps may share runs
             continue
         seen |= paths
-        config = group.config
-        sparsity = (
-            "" if config["method"] == "dense" else f", sparsity {100 * config['sparsity']:g} %"
-        )
-        title = f"{spelled(config['model'])} on {spelled(config['dataset'].rsplit('/', 1)[-1])}, "
-        title += f"{spelled(config['method'])}{sparsity}"
+        alike = [other for other, name in zip(groups, titles, strict=True) if name == title]
+        more = [f", {name} {group.config.get(name)}" for name in differing(alike, ())]
         seeds = ", ".join(str(run.config["seed"]) for run in group.runs)
         count = f"seed{'s' * (len(group.runs) > 1)} {seeds}"
         runs = "".join(
@@ -146,8 +145,8 @@ def _settings(groups: Sequence[Group]) -> str:
         )
         folders = escape(", ".join(run.name for run in group.runs))
         items.append(
-            f"<details><summary><b>{escape(title)}</b><span>{escape(count)}</span></summary>{runs}"
-            f'<p class="note">{folders}</p><pre>{escape(_toml(group))}</pre></details>'
+            f"<details><summary><b>{escape(title + ''.join(more))}</b><span>{escape(count)}</span>"
+            f'</summary>{runs}<p class="note">{folders}</p><pre>{escape(_toml(group))}</pre></details>'
         )
     if not items:
         return ""
@@ -158,6 +157,13 @@ def _settings(groups: Sequence[Group]) -> str:
         f'<section id="settings"><h2>Settings and how to rerun</h2><p class="lead">{note}</p>'
         f"{''.join(items)}</section>\n"
     )
+
+
+def _group_title(group: Group) -> str:
+    config = group.config
+    sparsity = "" if config["method"] == "dense" else f", sparsity {100 * config['sparsity']:.4g} %"
+    data = spelled(config["dataset"].rsplit("/", 1)[-1])
+    return f"{spelled(config['model'])} on {data}, {spelled(config['method'])}{sparsity}"
 
 
 def _toml(group: Group) -> str:

@@ -38,14 +38,10 @@ class Panel:
         found = {self.view.place(g.config): g.config for g in self.groups}
         return [(x, self.view.tick(x, found[x])) for x in sorted(x for x in found if x is not None)]
 
-    @property
-    def _x(self) -> str:
-        return self.view.x_label.split(" (")[0]
-
     def tag(self, group: Group) -> str:
         """What a group is called where it stands alone."""
         x = self.view.place(group.config)
-        at = "" if x is None else f"{self._x} {self.view.tick(x, group.config)}"
+        at = "" if x is None else f"{self.view.x_name} {self.view.tick(x, group.config)}"
         return ", ".join(part for part in (self.namer.label(group.config), at, self.name) if part)
 
     def color(self, group: Group) -> str:
@@ -78,7 +74,7 @@ class Panel:
                     for x, _ in places
                 ]
             rows.append(row)
-        head = [self.view.x, *(tick for _, tick in places)] if places else ["", "accuracy"]
+        head = [self.view.x_name, *(tick for _, tick in places)] if places else ["", "accuracy"]
         title = html.tag("h4", escape(self.name)) if self.name else ""
         return html.tag("div", title + html.table(head, rows, "pivot"), "card")
 
@@ -136,7 +132,7 @@ class Panel:
                 series.append(_printed(label, color, at, values))
             series.append(ours)
         ticks = [(self.view.position(x), tick) for x, tick in self.places]
-        words = f"Accuracy against {self._x}"
+        words = f"Accuracy against {self.view.x_name}"
         logs = self.view.x == "sparsity" or (self.view.x == "subset" and ticks and ticks[-1][0] > 4)
         more = {"log_x": bool(logs), "ticks": ticks}
         shown = series if len(ticks) > 1 else []
@@ -176,10 +172,10 @@ class Panel:
             x, mean, low, high = thin(curve.x, curve.mean, curve.low, curve.high)
             label, color = self.namer.label(group.config), self.color(group)
             if along and (place := self.view.place(group.config)) is not None:
-                label = f"{self._x} {self.view.tick(place, group.config)}"
+                label = f"{self.view.x_name} {self.view.tick(place, group.config)}"
                 color = colors.ramp(index / max(1, len(groups) - 1))
             series.append(Series(label, color, x, mean, low, high))
-        at = f"{self._x} {at}" if at and not along else at
+        at = f"{self.view.x_name} {at}" if at and not along else at
         words = f"{y_label.capitalize()}, {at}" if at else y_label.capitalize()
         return self._plot(f"{key}-{at}", words, "epoch", y_label, series)
 
@@ -195,7 +191,7 @@ class Panel:
                 series.append(Series(label, self.color(group), x, mean, low, high))
             places = {self.view.place(g.config) for g in self.representatives()}
             tick = dict(self.places).get(places.pop() or 0.0, "") if len(places) == 1 else ""
-            at = f", {self._x} {tick}" if tick else ""
+            at = f", {self.view.x_name} {tick}" if tick else ""
             words = f"{y_label.capitalize()}{at}"
             plots.append(self._plot(key, words, "training step", y_label, series))
         return plots

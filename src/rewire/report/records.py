@@ -26,22 +26,20 @@ _TITLES = {
 _MOST = 200  # rows of the table
 
 
-def of_records(sweep: Sweep) -> tuple[str, str, str, list[Plot | str]]:
-    """Title, source, a sentence, and what to show."""
-    title, source, lead = _TITLES.get(
-        sweep.experiment, (sweep.experiment or sweep.path.name, "", "")
-    )
-    items: list[Plot | str] = []
+def of_records(sweep: Sweep) -> tuple[str, str, str, list[Plot], list[str]]:
+    """Title, source, a sentence, plots, and other things to show."""
+    usual = (sweep.experiment or sweep.path.name, "", "")
+    title, source, lead = _TITLES.get(sweep.experiment, usual)
+    plots: list[Plot] = []
     if sweep.experiment == "flops":
-        items += [_savings(sweep.records)]
+        plots = [_savings(sweep.records)]
     elif sweep.experiment == "matmul":
-        items += _times(sweep.records)
-    items = [item for item in items if isinstance(item, str) or not item.empty]
+        plots = _times(sweep.records)
+    problems = [*sweep.problems] or ([] if sweep.records else ["There are no results yet."])
+    others = [html.tag("p", escape(problem), "problem") for problem in problems]
     if sweep.records:
-        items.append(html.tag("div", _table(sweep.records), "card"))
-    problems = [*sweep.problems] or ([] if sweep.records else ["there are no results yet"])
-    items += [html.tag("p", escape(problem), "problem") for problem in problems]
-    return title, source, lead, items
+        others.append(html.tag("div", _table(sweep.records), "card"))
+    return title, source, lead, [plot for plot in plots if sweep.records], others
 
 
 def _savings(records: Sequence[Mapping[str, Any]]) -> Plot:
@@ -56,8 +54,9 @@ def _savings(records: Sequence[Mapping[str, Any]]) -> Plot:
             series.append(Series(f"{head} head, of {of} cost", color, x, y, dots=True))
     at = sorted({number(record, "sparsity") for record in records})
     printed = paper.about("flops")
-    x = [_position(share) for share in printed["sparsity"]]
-    series.append(Series("paper", "ink", x, printed["saving"], dashed=True, dots=True, paper=True))
+    for share, saved in zip(printed["sparsity"], printed["saving"], strict=True):
+        point = ([_position(share)], [saved])
+        series.append(Series("paper", "ink", *point, dashed=True, dots=True, paper=True))
     ticks = [(_position(s), f"{100 * s:g}") for s in at if s in _TICKS]
     return Plot(
         "flops",
@@ -113,7 +112,7 @@ def _table(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.4g}"
+        return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
     return (
         html.DASH if value is None else escape(f"{value:,}" if type(value) is int else str(value))
     )

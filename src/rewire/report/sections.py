@@ -84,9 +84,10 @@ def _named(found: Sequence[Section]) -> list[Section]:
 
 
 def _of_records(sweep: Sweep) -> Section:
-    title, source, lead, items = of_records(sweep)
-    part = Part("Results", items, wide=len(items) == 1)
-    return Section(title, [part], lead, source, sweep.command or "")
+    title, source, lead, plots, tables = of_records(sweep)
+    parts = [Part("Results", plots), Part("" if plots else "Results", tables, wide=True)]
+    shown = [part for part in parts if part.items]
+    return Section(title, shown, lead, source, sweep.command or "")
 
 
 def _of_view(view: View, found: Sequence[Group], title: str, command: str = "") -> Section:

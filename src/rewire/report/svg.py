@@ -10,11 +10,10 @@ from rewire.report import colors
 from rewire.report.plot import Plot, Scale, Series
 
 WIDTH, HEIGHT = 440, 272
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 12, 42
+_LEFT, _RIGHT, _TOP, _BOTTOM = 56, 14, 12, 44
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', sans-serif"
 STYLE = f"""\
-.plot text{{font:11px {_FONT};fill:var(--muted)}}
-.plot .label{{font-size:11.5px}}
+.plot text{{font:12px {_FONT};fill:var(--muted)}}
 .plot .grid{{stroke:var(--grid);stroke-width:1}}
 .plot .line{{fill:none;stroke-width:2;stroke-linejoin:round;stroke-linecap:round}}
 .plot .dashed{{stroke-width:1.4;stroke-dasharray:5 4;opacity:.85}}
@@ -38,7 +37,7 @@ def file(plot: Plot) -> str:
     """A file with title and legend, in light and dark colours by what shows it."""
     rows, x, y = [], 16.0, 44.0
     for one in plot.legend:
-        wide = 30 + 6.3 * len(one.label)
+        wide = 30 + 6.9 * len(one.label)
         if x + wide > WIDTH and x > 16:
             x, y = 16.0, y + 18
         dash = ' stroke-dasharray="4 3"' if one.dashed else ""
@@ -81,17 +80,16 @@ def _body(plot: Plot) -> str:
         y = _y(up, value)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(
-            f'<text x="{_LEFT - 7}" y="{y + 3.8:.1f}" text-anchor="end">{escape(label)}</text>'
+            f'<text x="{_LEFT - 7}" y="{y + 4.3:.1f}" text-anchor="end">{escape(label)}</text>'
         )
     for value, label in plot.x_ticks():
         x = _x(across, value)
         parts.append(
-            f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{escape(label)}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 18}" text-anchor="middle">{escape(label)}</text>'
         )
     middle = (_LEFT + right) / 2
     parts.append(
-        f'<text class="label" x="{middle:g}" y="{HEIGHT - 6}" text-anchor="middle">'
-        f"{escape(plot.x_label)}</text>"
+        f'<text x="{middle:g}" y="{HEIGHT - 6}" text-anchor="middle">{escape(plot.x_label)}</text>'
     )
     drawn = (_series(one, index, across, up) for index, one in enumerate(plot.series))
     return "".join([*parts, *drawn])

@@ -61,6 +61,11 @@ class View:
         names = {"subset": "subset samples per connection (gamma)", "extend": "epochs"}
         return names.get(self.x, self.x)
 
+    @property
+    def x_name(self) -> str:
+        """The same in a word."""
+        return "epochs" if self.x == "extend" else self.x
+
     def position(self, x: float) -> float:
         """Where to draw it: sparsities by how many weights there are for each connection."""
         return 1 / (1 - min(x, 1 - 1e-9)) if self.x == "sparsity" else x
