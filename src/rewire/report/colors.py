@@ -24,7 +24,6 @@ PALETTE: dict[str, tuple[str, str]] = {  # name: (on light, on dark)
     "grid": ("#e6e8ee", "#2a303c"),
     "paper": ("#ffffff", "#161a22"),
 }
-_OTHERS = ("gse", "rigl", "set", "topkast", "snip", "synflow", "snfs", "lottery", "gradual", "dsr")
 _RAMP = ((104, 98, 222), (18, 155, 155), (240, 150, 40))  # readable on light and dark
 
 
@@ -32,11 +31,6 @@ def of(method: str, variant: int = 0) -> str:
     """The name of a method's colour; variants of it are paler."""
     name = method if method in PALETTE else "muted"
     return f"{name}/{variant}" if variant else name
-
-
-def other(index: int) -> str:
-    """A colour for what is not a method."""
-    return _OTHERS[index % len(_OTHERS)]
 
 
 def ramp(share: float) -> str:

@@ -35,7 +35,7 @@ def inline(plot: Plot) -> str:
 
 def file(plot: Plot) -> str:
     """A file with title and legend, in light and dark colours by what shows it."""
-    rows, x, y = [], 16.0, 44.0
+    rows, x, y = [], 16.0, 60.0
     for one in plot.legend:
         wide = 30 + 6.9 * len(one.label)
         if x + wide > WIDTH and x > 16:
@@ -49,6 +49,7 @@ def file(plot: Plot) -> str:
         x += wide
     head = round(y + 10)
     title = f'<text x="16" y="24" class="title">{escape(_title(plot))}</text>'
+    title += f'<text x="16" y="41">{escape(plot.y_label)}</text>'
     style = (
         f"{colors.variables()}{STYLE}.plot .title{{font-size:14px;font-weight:600;fill:var(--ink)}}"
     )

@@ -79,11 +79,11 @@ def _pair(before: str, after: str, what: str, css: str = "") -> str:
 
 
 def _degrees(layer: Layer) -> str:
-    """How connections are spread over the inputs, as a line of bars."""
+    """How connections are spread over the inputs, in words."""
     first, then = (layer.fan_out(keys) for keys in (layer.before, layer.after))
     words = (
-        f"Inputs have {first.mean():.3g} connections on average; the best connected one had "
-        f"{first.max():.0f} and has {then.max():.0f}, and {int((then == 0).sum()):,} of "
-        f"{layer.n_in:,} have none (before: {int((first == 0).sum()):,})."
+        f"Connections of an input: {first.mean():.3g} → {then.mean():.3g} on average, "
+        f"{first.max():.0f} → {then.max():.0f} at most; inputs without any: "
+        f"{int((first == 0).sum()):,} → {int((then == 0).sum()):,}."
     )
     return html.tag("p", words, "note")
