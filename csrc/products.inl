@@ -34,10 +34,23 @@ struct Lane {
     }
 };
 
-// V vectors at each of P positions, which follow each other in the source if P > 1.
-template <class T, int V, int P, bool kPart>
+// Sums about a pivot, in registers.
+template <class T>
+struct SpreadRow {
+    Vec<T> middle = {}, sum = {}, squares = {};
+
+    REWIRE_INLINE void add(Vec<T> v) {
+        const Vec<T> d = v - middle;
+        sum += d;
+        squares += d * d;
+    }
+};
+
+// V vectors at each of P positions, which follow each other in the source if P > 1. The results go into
+// `spread` too if kSpread.
+template <class T, int V, int P, bool kPart, bool kSpread>
 REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
-                            int64_t dst_step, T start, int rest) {
+                            int64_t dst_step, T start, int rest, SpreadRow<T>& spread) {
     using L = Lane<T, V * P, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
@@ -67,9 +80,11 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     if (V * P <= 4)
         for (int i = 0; i < V * P; i++) acc[i] += other[i];
     for (int q = 0; q < P; q++)
-        for (int i = 0; i < V; i++)
-            Lane<T, V, kPart>::put(dst + q * dst_step, i, p.relu ? rectify<T>(acc[q * V + i]) : acc[q * V + i],
-                                   rest);
+        for (int i = 0; i < V; i++) {
+            const Vec<T> v = p.relu ? rectify<T>(acc[q * V + i]) : acc[q * V + i];
+            if constexpr (kSpread) spread.add(v);
+            Lane<T, V, kPart>::put(dst + q * dst_step, i, v, rest);
+        }
 }
 
 // A single column: batch-1 inference. kOne: the positions of the source follow each other.
@@ -96,63 +111,72 @@ REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* 
 
 // Adds what a row has just written, while it is in the nearest cache.
 template <class T>
-void spread(const T* x, int64_t step, int32_t count, int32_t len, Spread& to) {
+void spread_row(const T* x, int64_t step, int32_t count, int32_t len, Spread& to) {
     constexpr int lanes = kLanes<T>;
     if (!to.count) {
         for (int32_t i = 0; i < len; i++) to.pivot += double(x[i]);
         to.pivot = double(T(to.pivot / len));
     }
-    const T middle = T(to.pivot);
-    Vec<T> sum[2] = {}, squares[2] = {};
+    SpreadRow<T> row{broadcast<T>(T(to.pivot)), {}, {}};
     T rest_sum = 0, rest_squares = 0;
     for (int32_t k = 0; k < count; k++, x += step) {
         int32_t i = 0;
-        for (; i + 2 * lanes <= len; i += 2 * lanes)
-            for (int q = 0; q < 2; q++) {
-                const Vec<T> d = load<T>(x + i + q * lanes) - middle;
-                sum[q] += d;
-                squares[q] += d * d;
-            }
+        for (; i + lanes <= len; i += lanes) row.add(load<T>(x + i));
         for (; i < len; i++) {
-            const T d = x[i] - middle;
+            const T d = x[i] - T(to.pivot);
             rest_sum += d;
             rest_squares += d * d;
         }
     }
-    to.sum += double(sum_lanes<T>(sum[0] + sum[1])) + double(rest_sum);
-    to.squares += double(sum_lanes<T>(squares[0] + squares[1])) + double(rest_squares);
+    to.sum += double(sum_lanes<T>(row.sum)) + double(rest_sum);
+    to.squares += double(sum_lanes<T>(row.squares)) + double(rest_squares);
     to.count += int64_t(count) * len;
+}
+
+template <class T, bool kSpread>
+REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, int64_t row, SpreadRow<T>& spread) {
+    constexpr int lanes = kLanes<T>;
+    const int32_t* ptr = p.entries.ptr + row * p.entries.taps_h * p.entries.taps_w;
+    const T start = p.start ? p.start[row] : T(0);
+    const T* src = p.src + tile.src;
+    T* dst = p.dst + row * p.row + tile.dst;
+    int32_t left = tile.count;
+    const bool pairs = tile.len == 4 * lanes && tile.src_step == tile.len;
+    for (; pairs && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
+        sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, dst, tile.dst_step, start, 0, spread);
+    for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
+        if (tile.len == 1) {
+            p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
+                        : sum_column<T, false>(p, runs, ptr, src, dst, start);
+            continue;
+        }
+        int at = 0;
+        for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
+            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, dst + at, 0, start, 0, spread);
+        for (; tile.len - at >= lanes; at += lanes)
+            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, dst + at, 0, start, 0, spread);
+        if (at < tile.len)
+            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, dst + at, 0, start, tile.len - at, spread);
+    }
 }
 
 // Rows outside, positions inside: what a row reads and writes then moves through memory in order.
 template <class T>
 void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
-    constexpr int lanes = kLanes<T>;
     const Runs runs(p.entries, tile);
-    const int64_t taps = p.entries.taps_h * p.entries.taps_w;
-    const bool pairs = tile.len == 4 * lanes && tile.src_step == tile.len;
     for (int64_t row = row0; row < row1; row++) {
-        const int32_t* ptr = p.entries.ptr + row * taps;
-        const T start = p.start ? p.start[row] : T(0);
-        const T* src = p.src + tile.src;
-        T* dst = p.dst + row * p.row + tile.dst;
-        int32_t left = tile.count;
-        for (; pairs && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
-            sum_tile<T, 4, 2, false>(p, runs, ptr, src, dst, tile.dst_step, start, 0);
-        for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
-            if (tile.len == 1) {
-                p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
-                            : sum_column<T, false>(p, runs, ptr, src, dst, start);
-                continue;
-            }
-            int at = 0;
-            for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                sum_tile<T, 4, 1, false>(p, runs, ptr, src + at, dst + at, 0, start, 0);
-            for (; tile.len - at >= lanes; at += lanes)
-                sum_tile<T, 1, 1, false>(p, runs, ptr, src + at, dst + at, 0, start, 0);
-            if (at < tile.len) sum_tile<T, 1, 1, true>(p, runs, ptr, src + at, dst + at, 0, start, tile.len - at);
+        SpreadRow<T> spread;
+        Spread* const to = p.spread ? p.spread + row : nullptr;
+        if (!to || !to->count || tile.len % kLanes<T>) {  // no pivot yet, or lanes that hold nothing
+            sum_row<T, false>(p, tile, runs, row, spread);
+            if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
+            continue;
         }
-        if (p.spread) spread(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, p.spread[row]);
+        spread.middle = broadcast<T>(T(to->pivot));
+        sum_row<T, true>(p, tile, runs, row, spread);
+        to->sum += double(sum_lanes<T>(spread.sum));
+        to->squares += double(sum_lanes<T>(spread.squares));
+        to->count += int64_t(tile.count) * tile.len;
     }
 }
 
