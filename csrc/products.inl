@@ -180,20 +180,43 @@ void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
     }
 }
 
-// <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
+// dot + <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
 template <class T, int V, bool kPart, bool kDst>
-REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V], Vec<T> (&acc)[V], int rest) {
+REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V], Vec<T> (&acc)[V], int rest,
+                               Vec<T> dot = Vec<T>{}) {
     const Vec<T> w = broadcast<T>(weight);
-    Vec<T> dot;
 #pragma GCC unroll 8
     for (int i = 0; i < V; i++) {
         Vec<T> v = Lane<T, V, kPart>::get(from, i, rest);
         if constexpr (kDst) hold<T>(v);
         if constexpr (kDst) acc[i] += w * v;
-        dot = i ? dot + factor[i] * v : factor[i] * v;
+        dot += factor[i] * v;
     }
     return dot;
 }
+
+// The sums of a row's first entries, whose lanes are added once for all its positions.
+template <class T>
+struct Held {
+    static constexpr int32_t kMost = 64;
+    int32_t first, end;  // entries
+    Vec<T> dots[kMost];
+
+    // Of a row whose entries lie in [first_, end_).
+    REWIRE_INLINE Held(int32_t first_, int32_t end_, int32_t positions)
+        : first(first_), end(positions < 2 ? first_ : end_ - first_ < kMost ? end_ : first_ + kMost) {
+        for (int32_t k = 0; k < end - first; k++) dots[k] = Vec<T>{};
+        for (int32_t k = end - first; k % 4; k++) dots[k] = Vec<T>{};
+    }
+    REWIRE_INLINE void add_to(T* grad) const {
+        for (int32_t e = first; e < end; e += 4) {
+            const Vec<T>* d = dots + (e - first);
+            T sums[4] = {};
+            add_sums(sums, {d[0], d[1], d[2], d[3]});
+            for (int32_t q = 0; q < 4 && e + q < end; q++) grad[e + q] += sums[q];
+        }
+    }
+};
 
 // What a row that is read as the output of a batch norm needs, and the sums of its gradient.
 template <class T>
@@ -205,7 +228,7 @@ struct NormRow {
 
 template <class T, int V, bool kPart, bool kDst, bool kNorm>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t here,
-                             int rest, NormRow<T>& norm) {
+                             int rest, Held<T>& held, NormRow<T>& norm) {
     using L = Lane<T, V, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
@@ -223,6 +246,10 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
+        for (const int32_t near = end < held.end ? end : held.end; e < near; e++) {
+            Vec<T>& dot = held.dots[e - held.first];
+            dot = dot_entry<T, V, kPart, kDst>(src + offset[e] * step, kDst ? weight[e] : T(0), factor, acc, rest, dot);
+        }
         for (; e + 4 <= end; e += 4) {
             Vec<T> dot[4];
 #pragma GCC unroll 4
@@ -262,6 +289,7 @@ void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
         const int32_t* ptr = p.entries.ptr + row * taps;
         const T* src = p.src + tile.src;
         int64_t here = row * p.row + tile.dst;
+        Held<T> held(ptr[0], ptr[taps], tile.count);
         NormRow<T> norm;
         if constexpr (kNorm) {
             norm.scale = p.reading.scale[row];
@@ -272,12 +300,13 @@ void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
         for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
             int at = 0;
             for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, norm);
+                dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
             for (; tile.len - at >= lanes; at += lanes)
-                dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, norm);
+                dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
             if (at < tile.len)
-                dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, norm);
+                dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, held, norm);
         }
+        held.add_to(p.grad);
         if constexpr (kNorm) {
             p.sums[2 * row] += double(sum_lanes<T>(norm.sum));
             p.sums[2 * row + 1] += double(sum_lanes<T>(norm.sum_x));
