@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import rewire
+from rewire import flops_cli as flops
 from rewire.bench.cli import app as bench
 from rewire.data.cli import app as data
 from rewire.training import cli as training
@@ -23,6 +24,7 @@ app.command()(training.train)
 app.command("eval")(training.evaluate)
 app.command()(training.predict)
 app.command()(training.export)
+app.command("flops")(flops.show)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 
