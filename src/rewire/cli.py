@@ -10,6 +10,7 @@ import rewire
 from rewire import flops_cli as flops
 from rewire.bench.cli import app as bench
 from rewire.data.cli import app as data
+from rewire.reproduce import cli as reproduce
 from rewire.training import cli as training
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app.command()(training.train)
 app.command("eval")(training.evaluate)
 app.command()(training.predict)
 app.command()(training.export)
+app.command(no_args_is_help=True)(reproduce.reproduce)
 app.command("flops")(flops.show)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")

@@ -1,0 +1,284 @@
+"""``rewire reproduce`` on the command line."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+if TYPE_CHECKING:
+    from rewire.reproduce.engines import Engine
+    from rewire.reproduce.recipes import Experiment
+    from rewire.reproduce.run import Run
+    from rewire.reproduce.sweep import Plan, Sweep
+
+_WHAT, _WHERE = "What to run", "Where to run it"
+
+
+class EngineName(str, Enum):
+    """Where runs are done."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
+
+def reproduce(
+    what: Annotated[str, typer.Argument(metavar="WHAT", help="One of the experiments below.")],
+    scale: Annotated[
+        float,
+        typer.Option(
+            help="Multiplies the schedule: 0.1 is a tenth of the epochs, with as many rewirings. For "
+            "matmul it multiplies the sizes.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = 1.0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="How often each run is repeated.", rich_help_panel=_WHAT)
+    ] = 3,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="A,B,...",
+            help="Only runs with these words: data sets, models, methods, sparsities, widths such as "
+            "2x, gamma0.5, seed0 and so on; --dry-run shows them.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = None,
+    digits: Annotated[
+        bool,
+        typer.Option(
+            "--digits",
+            help="Try it on the packaged digits, with an MLP for each model.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only list what would run.", rich_help_panel=_WHAT)
+    ] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the sweep.",
+            show_default="sweeps/ and WHAT, with the scale",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    root: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder to look for data in.",
+            show_default="REWIRE_DATA, then the user's cache",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Runs at a time.",
+            show_default="as many as there are CPUs for",
+            rich_help_panel=_WHERE,
+        ),
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="Threads of each run.", rich_help_panel=_WHERE)
+    ] = 1,
+    engine: Annotated[
+        EngineName,
+        typer.Option(
+            help="local: processes on this machine; ray: a Ray cluster, whose machines all see the "
+            "folder and the data.",
+            rich_help_panel=_WHERE,
+        ),
+    ] = EngineName.LOCAL,
+) -> None:
+    """Run an experiment of the paper.
+
+    All runs of it go to one folder. Ctrl-C lets them save where they are; the same command again goes on
+    from there, and ends with the same numbers as if nothing had happened. What is finished is never done
+    again, also if it is part of another sweep in the same place. A run that fails is reported, and the
+    others go on.
+
+    - `table1`: all methods on CIFAR-10 and CIFAR-100
+    - `imagenet`: ResNet-50 on ImageNet
+    - `scaling`: wider models with the same number of connections
+    - `extended`: 200, 300 and 400 epochs
+    - `vit-scaling`: wider dense ViTs
+    - `subset`: how many connections GSE draws, and how, against RigL
+    - `assignment`: sparsity shared out uniformly or by Erdos-Renyi
+    - `progress-methods`: accuracy by epoch of all methods
+    - `progress-width`: accuracy by epoch of wider models
+    - `flops`: training FLOPs of GSE and RigL
+    - `matmul`: the time of sparse products
+
+    Example: `rewire reproduce table1 --scale 0.1 --seeds 1 --only cifar10,vgg16,0.98`
+    """
+    from rewire.reproduce.measured import MEASURED
+    from rewire.reproduce.recipes import EXPERIMENTS
+    from rewire.reproduce.run import choose
+    from rewire.reproduce.sweep import About, Sweep
+    from rewire.training.folder import RunError
+
+    names = [*EXPERIMENTS, *MEASURED]
+    if what not in names:
+        raise typer.BadParameter(
+            f"there is no experiment {what!r}; choose one of {', '.join(names)}", param_hint="WHAT"
+        )
+    if not 0 < scale < float("inf"):
+        raise typer.BadParameter(f"must be a number above 0, got {scale}", param_hint="--scale")
+    words = tuple(w.strip() for part in only or () for w in part.split(",") if w.strip())
+    parts = [what, *(["digits"] if digits else []), *([f"scale{scale:g}"] if scale != 1 else [])]
+    path = Path("sweeps", "-".join(parts)) if out is None else out
+    about = About(what, _command(sys.argv[1:]), scale, seeds, digits, words)
+    sweep = Sweep(path, about)
+    try:
+        if what in MEASURED:
+            _measure(sweep, threads, dry_run)
+            return
+        experiment = EXPERIMENTS[what]
+        every = experiment.runs(scale=scale, seeds=seeds, digits=digits)
+        runs = choose(every, words)
+        if dry_run:
+            _list(sweep, runs, every)
+            return
+        count = (os.cpu_count() or 1) // threads
+        made = _engine(engine, workers, threads, max(1, count))
+        _run(sweep, experiment, runs, made, root, threads)
+    except (ValueError, RunError, OSError) as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        _fail(f"Stopped at once. Go on with the same command:\n  {about.command}", 130)
+
+
+def _command(arguments: list[str]) -> str:
+    return shlex.join(["rewire", *arguments])
+
+
+def _engine(name: EngineName, workers: int | None, threads: int, usual: int) -> Engine:
+    from rewire.reproduce.engines import Local, Ray
+
+    return Ray(workers, threads) if name is EngineName.RAY else Local(workers or usual)
+
+
+def _list(sweep: Sweep, runs: list[Run], every: list[Run]) -> None:
+    from rewire.reproduce.sweep import plan
+
+    found = plan(sweep, runs)
+    state = {run.name: "finished" for run in found.done}
+    state |= {name: f"finished in {path.parents[1]}" for name, path in found.shared.items()}
+    state |= dict.fromkeys(found.begun, "to go on with")
+    state |= {name: f"cannot run: {why}" for name, why in found.failed.items()}
+    for run in runs:
+        typer.echo(f"{run.name}{': ' + state[run.name] if run.name in state else ''}")
+    typer.echo(f"{_counts(found)}, in {sweep.path}")
+    facets: dict[str, dict[str, None]] = {}
+    for run in every:
+        for name, words in run.facets.items():
+            facets.setdefault(name, {}).update(dict.fromkeys(words))
+    for name, there in facets.items():
+        if len(there) > 1:
+            typer.echo(f"{name} to choose with --only: {', '.join(there)}")
+
+
+def _counts(found: Plan) -> str:
+    parts = {
+        "to do": len(found.todo) - len(found.begun),
+        "to go on with": len(found.begun),
+        "finished": len(found.done),
+        "that cannot run": len(found.failed),
+    }
+    total = len(found.todo) + len(found.done) + len(found.failed)
+    words = ", ".join(f"{count:,} {what}" for what, count in parts.items() if count)
+    return f"{total:,} run{'s' * (total != 1)}: {words}" if total else "no runs"
+
+
+def _run(
+    sweep: Sweep,
+    experiment: Experiment,
+    runs: list[Run],
+    engine: Engine,
+    root: Path | None,
+    threads: int,
+) -> None:
+    from rewire import data
+    from rewire.bench.show import console
+    from rewire.reproduce import results, show
+    from rewire.reproduce.sweep import conduct, link, plan
+
+    screen = console()
+    found = plan(sweep, runs)
+    for name in dict.fromkeys(config.dataset for _, config in found.todo):
+        if name != "digits" and data.find(name, root) is None:
+            data.load(name, root)  # says where it was looked for, and how to get it
+    sweep.claim()
+    link(sweep, found.shared)
+    screen.print(f"{_counts(found)}, in {sweep.path}", soft_wrap=True)
+    for name, why in found.failed.items():
+        screen.print(f"{name}: cannot run: {why}", soft_wrap=True)
+    tasks = [sweep.task(run, config, root, threads) for run, config in found.todo]
+    outcome = conduct(tasks, engine, show.choose(screen, len(found.done), len(tasks)))
+    for table in results.tables(experiment, results.collect(experiment, sweep, runs)):
+        screen.print(table)
+    if outcome.signal is not None:
+        _fail(
+            f"Stopped. Go on with the same command:\n  {sweep.about.command}", 128 + outcome.signal
+        )
+    failed = found.failed | outcome.failed
+    if failed:
+        _fail(
+            f"{len(failed)} of {len(runs)} runs failed:\n"
+            + "\n".join(f"  {name}: {why}" for name, why in failed.items())
+            + f"\nTo try them again:\n  {sweep.about.command}"
+        )
+
+
+def _measure(sweep: Sweep, threads: int, dry_run: bool) -> None:
+    from rich import box
+    from rich.table import Table
+
+    from rewire.bench import machine, timing
+    from rewire.bench.show import Progress, console
+    from rewire.reproduce import measured
+    from rewire.reproduce.run import choose
+
+    experiment = measured.MEASURED[sweep.about.experiment]
+    wanted = choose([*experiment.measurements(sweep.about.scale)], sweep.about.only)
+    records = measured.read(sweep.path)
+    todo = [m for m in wanted if not any(measured.same(r, m.key) for r in records)]
+    if dry_run:
+        for one in wanted:
+            typer.echo(one.name + ("" if one in todo else ": finished"))
+        return
+    sweep.claim()
+    screen = console()
+    with timing.threads(threads):
+        facts = machine.facts()
+        with Progress(screen, len(todo)) as progress:
+            for one in todo:
+                progress.start(one.name)
+                records.append(one.key | one.take())
+                measured.write(sweep.path, sweep.about.command, records, facts)
+                progress.finish(one.name)
+    table = Table(box=box.SIMPLE)
+    for title in experiment.columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in wanted:
+        (record,) = (r for r in records if measured.same(r, one.key))
+        table.add_row(*(_cell(name, record[name]) for name in experiment.columns.values()))
+    screen.print(table)
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{100 * value:.2f} %" if name.startswith("saving") else f"{value:.4g}"
+    return str(value)
+
+
+def _fail(message: str, code: int = 1) -> NoReturn:
+    typer.echo(message, err=True)
+    raise typer.Exit(code)
