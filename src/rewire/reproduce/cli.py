@@ -101,8 +101,8 @@ def reproduce(
 
     All runs of it go to one folder. Ctrl-C lets them save where they are; the same command again goes on
     from there, and ends with the same numbers as if nothing had happened. What is finished is never done
-    again, also if it is part of another sweep in the same place. A run that fails is reported, and the
-    others go on.
+    again. Without --out that also holds for runs that are part of another experiment. A run that fails is
+    reported, and the others go on.
 
     - `table1`: all methods on CIFAR-10 and CIFAR-100
     - `imagenet`: ResNet-50 on ImageNet
@@ -118,6 +118,7 @@ def reproduce(
 
     Example: `rewire reproduce table1 --scale 0.1 --seeds 1 --only cifar10,vgg16,0.98`
     """
+    from rewire.data import DataError
     from rewire.reproduce.measured import MEASURED
     from rewire.reproduce.recipes import EXPERIMENTS
     from rewire.reproduce.run import choose
@@ -135,7 +136,7 @@ def reproduce(
     parts = [what, *(["digits"] if digits else []), *([f"scale{scale:g}"] if scale != 1 else [])]
     path = Path("sweeps", "-".join(parts)) if out is None else out
     about = About(what, _command(sys.argv[1:]), scale, seeds, digits, words)
-    sweep = Sweep(path, about)
+    sweep = Sweep(path, about, shares=out is None)
     try:
         if what in MEASURED:
             _measure(sweep, threads, dry_run)
@@ -149,7 +150,7 @@ def reproduce(
         count = (os.cpu_count() or 1) // threads
         made = _engine(engine, workers, threads, max(1, count))
         _run(sweep, experiment, runs, made, root, threads)
-    except (ValueError, RunError, OSError) as error:
+    except (ValueError, RunError, DataError, OSError) as error:
         _fail(str(error))
     except KeyboardInterrupt:
         _fail(f"Stopped at once. Go on with the same command:\n  {about.command}", 130)
@@ -263,7 +264,9 @@ def _measure(sweep: Sweep, threads: int, dry_run: bool) -> None:
                 progress.start(one.name)
                 records.append(one.key | one.take())
                 measured.write(sweep.path, sweep.about.command, records, facts)
-                progress.finish(one.name)
+                shown = experiment.columns.items()
+                told = (f"{t} {_cell(n, records[-1][n])}" for t, n in shown if n not in one.key)
+                progress.finish(", ".join(told))
     table = Table(box=box.SIMPLE)
     for title in experiment.columns:
         table.add_column(title, justify="right", no_wrap=True)

@@ -67,11 +67,9 @@ class Run:
         parts += facets["method"]
         if self.settings["method"] != LOTTERY:
             parts += facets["sparsity"]
-        for name, usual in (
-            ("assignment", "erdos-renyi"),
-            ("distribution", "uniform"),
-            ("subset", 1),
-        ):
+        if get("assignment", "erdos-renyi") != "erdos-renyi":
+            parts.append(f"assigned-{facets['assignment'][0]}")
+        for name, usual in (("distribution", "uniform"), ("subset", 1)):
             if get(name, usual) != usual:
                 parts += facets[name]
         if get("extend", 1) != 1:
@@ -108,6 +106,8 @@ def choose(items: Sequence[C], only: Iterable[str]) -> list[C]:
     wanted: dict[str, set[str]] = {}
     for word in only:
         found = [facet for facet, words in there.items() if word in words]
+        # "uniform" is a distribution and an assignment: what is the same in all is not what is meant.
+        found = [facet for facet in found if len(there[facet]) > 1] or found
         if not found:
             known = "; ".join(
                 f"{facet}: {', '.join(words)}" for facet, words in there.items() if words

@@ -54,10 +54,12 @@ class Sweep:
     Attributes:
         path: the folder.
         about: what it holds.
+        shares: whether finished runs of sweeps beside it may be part of it.
     """
 
     path: Path
     about: About
+    shares: bool = False
 
     def claim(self) -> None:
         """Make this the folder of the experiment, or go on with it.
@@ -97,6 +99,8 @@ class Sweep:
 
     def elsewhere(self, run: Run, config: Config) -> Path | None:
         """The same run, finished, in a sweep beside this one: experiments of the paper share runs."""
+        if not self.shares:
+            return None
         for other in sorted(self.path.absolute().parent.glob(f"*/{FILE}")):
             folder = Folder(other.parent / RUNS / run.name)
             ours = other.parent.samefile(self.path) if self.path.exists() else False
