@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
+from contextlib import suppress
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -135,7 +135,18 @@ def reproduce(
     words = tuple(w.strip() for part in only or () for w in part.split(",") if w.strip())
     parts = [what, *(["digits"] if digits else []), *([f"scale{scale:g}"] if scale != 1 else [])]
     path = Path("sweeps", "-".join(parts)) if out is None else out
-    about = About(what, _command(sys.argv[1:]), scale, seeds, digits, words)
+    given = {
+        "--scale": None if scale == 1 else f"{scale:g}",
+        "--seeds": None if seeds == 3 else str(seeds),
+        "--only": ",".join(words) or None,
+        "--digits": "" if digits else None,
+        "--out": None if out is None else str(out),
+        "--root": None if root is None else str(root),
+        "--workers": None if workers is None else str(workers),
+        "--threads": None if threads == 1 else str(threads),
+        "--engine": None if engine is EngineName.LOCAL else engine.value,
+    }
+    about = About(what, _command(what, given), scale, seeds, digits, words)
     sweep = Sweep(path, about, shares=out is None)
     try:
         if what in MEASURED:
@@ -156,8 +167,10 @@ def reproduce(
         _fail(f"Stopped at once. Go on with the same command:\n  {about.command}", 130)
 
 
-def _command(arguments: list[str]) -> str:
-    return shlex.join(["rewire", *arguments])
+def _command(what: str, given: dict[str, str | None]) -> str:
+    """The command again, without what goes without saying."""
+    options = [part for name, value in given.items() if value is not None for part in (name, value)]
+    return shlex.join(["rewire", "reproduce", what, *filter(None, options)])
 
 
 def _engine(name: EngineName, workers: int | None, threads: int, usual: int) -> Engine:
@@ -209,27 +222,31 @@ def _run(
     from rewire import data
     from rewire.bench.show import console
     from rewire.reproduce import results, show
-    from rewire.reproduce.sweep import conduct, link, plan
+    from rewire.reproduce.sweep import LOGS, conduct, link, plan
 
     screen = console()
-    found = plan(sweep, runs)
-    for name in dict.fromkeys(config.dataset for _, config in found.todo):
+    work = plan(sweep, runs)
+    for name in dict.fromkeys(config.dataset for _, config in work.todo):
         if name != "digits" and data.find(name, root) is None:
             data.load(name, root)  # says where it was looked for, and how to get it
     sweep.claim()
-    link(sweep, found.shared)
-    screen.print(f"{_counts(found)}, in {sweep.path}", soft_wrap=True)
-    for name, why in found.failed.items():
+    link(sweep, work.shared)
+    screen.print(f"{_counts(work)}, in {sweep.path}", soft_wrap=True)
+    for name, why in work.failed.items():
         screen.print(f"{name}: cannot run: {why}", soft_wrap=True)
-    tasks = [sweep.task(run, config, root, threads) for run, config in found.todo]
-    outcome = conduct(tasks, engine, show.choose(screen, len(found.done), len(tasks)))
-    for table in results.tables(experiment, results.collect(experiment, sweep, runs)):
+    tasks = [sweep.task(run, config, root, threads) for run, config in work.todo]
+    outcome = conduct(tasks, engine, show.choose(screen, len(work.done), len(tasks)))
+    with suppress(OSError):  # unless there is something in it
+        (sweep.path / LOGS).rmdir()
+    if found := results.collect(experiment, sweep, runs):
+        screen.print(f"Test accuracy in %, mean and deviation over seeds, by {experiment.columns}")
+    for table in results.tables(experiment, found):
         screen.print(table)
     if outcome.signal is not None:
         _fail(
             f"Stopped. Go on with the same command:\n  {sweep.about.command}", 128 + outcome.signal
         )
-    failed = found.failed | outcome.failed
+    failed = work.failed | outcome.failed
     if failed:
         _fail(
             f"{len(failed)} of {len(runs)} runs failed:\n"

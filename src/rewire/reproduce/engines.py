@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
+import signal
 import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from rewire.reproduce.process import LAST, Event, Process
-from rewire.reproduce.worker import Task
+from rewire.reproduce.process import LAST, Process
+from rewire.reproduce.worker import Event, Task
 
 Told = tuple[str, Event]  # the name of a run, and what it tells
 
@@ -118,7 +119,11 @@ class Ray:
 
     def start(self, tasks: Sequence[Task]) -> None:
         ray = self._ray
+        handler = signal.getsignal(
+            signal.SIGTERM
+        )  # which Ray replaces by one that ends all at once
         ray.init(log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
+        signal.signal(signal.SIGTERM, handler)
         if max(node["Resources"].get("CPU", 0) for node in ray.nodes()) < self._threads:
             raise ValueError(
                 f"no machine of the Ray cluster has {self._threads} CPUs: lower --threads"

@@ -11,11 +11,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from rewire.reproduce.worker import Task
+from rewire.reproduce.worker import Event, Task
 
-Event = dict[str, Any]
 LAST = ("end", "stopped", "failed")
 """Events after which there are no others."""
 

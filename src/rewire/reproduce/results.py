@@ -71,17 +71,16 @@ def collect(experiment: Experiment, sweep: Sweep, runs: Sequence[Run]) -> dict[C
 
 
 def tables(experiment: Experiment, found: dict[Cell, Accuracy]) -> list[Table]:
-    """For the screen."""
+    """For the screen, in percent."""
     from rich import box
     from rich.table import Table
 
     made = []
     for title in dict.fromkeys(cell[0] for cell in found):
         here = {cell[1:]: value for cell, value in found.items() if cell[0] == title}
-        table = Table(box=box.SIMPLE, title=f"{' '.join(title)}, test accuracy in %")
-        table.title_justify = "left"
+        table = Table(box=box.SIMPLE)
         columns = sorted({column for _, column in here}, key=_order)
-        table.add_column(" ".join(experiment.rows), no_wrap=True)
+        table.add_column(" ".join(title), no_wrap=True)
         for column in columns:
             none = "0" if experiment.columns == "sparsity" else "-"
             table.add_column(column or none, justify="right", no_wrap=True)

@@ -6,7 +6,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from rewire.reproduce.process import LAST, Event
+from rewire.reproduce.process import LAST
+from rewire.reproduce.worker import Event
 from rewire.training.words import duration, percent
 
 if TYPE_CHECKING:

@@ -14,9 +14,17 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rewire.training.folder import Folder
+    from rewire.training.interrupts import Interrupts
+
+Event = dict[str, Any]
 
 _PATIENCE = 0.5  # seconds between two lines about steps
 _WAIT = 60.0  # seconds in which a stopped worker has to have left the folder
@@ -48,34 +56,42 @@ class Task:
 
 def main() -> int:
     """Do the run whose task is on standard input."""
-    tell = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what others print does not mix with what we tell
+
+    def tell(event: Event) -> None:
+        with suppress(OSError):  # no one is there any more
+            print(json.dumps(event), file=stream, flush=True)
+
     line = sys.stdin.readline()
     if not line:  # stopped before it began
         return 0
+    from rewire.training.interrupts import Interrupts
+
     try:
-        _train(Task(**json.loads(line)), tell)
+        with Interrupts() as interrupts:
+            threading.Thread(target=_watch, args=(interrupts,), daemon=True).start()
+            train(Task(**json.loads(line)), tell, interrupts)
     except Exception as error:
         traceback.print_exc()
-        say(tell, {"event": "failed", "message": str(error) or repr(error)})
+        tell({"event": "failed", "message": str(error) or repr(error)})
         return 1
     return 0
 
 
-def say(tell: TextIO, event: dict[str, Any]) -> None:
-    """Tell it, if there is still someone to be told."""
-    try:
-        print(json.dumps(event), file=tell, flush=True)
-    except OSError:
-        return
+def _watch(interrupts: Interrupts) -> None:
+    """Wish to stop at the end of the input."""
+    sys.stdin.read()
+    interrupts.received = interrupts.received or signal.SIGTERM
 
 
-def _train(task: Task, tell: TextIO) -> None:
+def train(task: Task, tell: Callable[[Event], None], interrupts: Interrupts) -> None:
+    """Do a run, from its start or from where it was left."""
     import torch
 
     from rewire.training.config import resolve
-    from rewire.training.folder import Busy, Folder
-    from rewire.training.interrupts import Interrupted, Interrupts
+    from rewire.training.folder import Folder, plain
+    from rewire.training.interrupts import Interrupted
     from rewire.training.job import Job, load_data
     from rewire.training.loop import Trainer
     from rewire.training.progress import Progress
@@ -94,41 +110,43 @@ def _train(task: Task, tell: TextIO) -> None:
 
         def _at(self, event: str, trainer: Trainer) -> None:
             self.told = time.monotonic()
-            say(tell, {"event": event, "step": trainer.step, "steps": trainer.schedule.steps})
+            tell({"event": event, "step": trainer.step, "steps": trainer.schedule.steps})
 
-        def line(self, entry: dict[str, Any]) -> None:
+        def line(self, entry: Event) -> None:
             if entry["event"] in ("epoch", "end"):
-                say(tell, entry)
+                tell(plain(entry))
 
         def note(self, text: str) -> None:
-            say(tell, {"event": "note", "message": text})
+            tell({"event": "note", "message": text})
 
     torch.set_num_threads(task.threads)
     config, folder = resolve(task.config), Folder(Path(task.folder))
     root = None if task.root is None else Path(task.root)
-    with Interrupts() as interrupts:
-        threading.Thread(target=_watch, args=(interrupts,), daemon=True).start()
-        data = load_data(config, root, workers=task.threads)
-        deadline = time.monotonic() + _WAIT
+    job = Job(config, load_data(config, root, workers=task.threads))
+    try:
+        with _alone_in(folder, interrupts):
+            folder.claim(config)
+            Trainer(job, folder, Told(), interrupts).run()
+    except Interrupted as stop:
+        tell({"event": "stopped", "step": stop.step})
+
+
+@contextmanager
+def _alone_in(folder: Folder, interrupts: Interrupts) -> Iterator[None]:
+    """Wait for the worker of a sweep that was killed, which saves where it is and ends."""
+    from rewire.training.folder import Busy
+
+    deadline = time.monotonic() + _WAIT
+    with ExitStack() as stack:
         while True:
             try:
-                with folder:
-                    folder.claim(config)
-                    Trainer(Job(config, data), folder, Told(), interrupts).run()
-                return
-            except Interrupted as stop:
-                say(tell, {"event": "stopped", "step": stop.step})
-                return
-            except Busy:  # by the worker of a sweep that was killed, which saves and ends
+                stack.enter_context(folder)
+                break
+            except Busy:
                 if time.monotonic() > deadline or interrupts.received is not None:
                     raise
                 time.sleep(0.2)
-
-
-def _watch(interrupts: Any) -> None:
-    """Wish to stop at the end of the input."""
-    sys.stdin.read()
-    interrupts.received = interrupts.received or signal.SIGTERM
+        yield
 
 
 if __name__ == "__main__":
