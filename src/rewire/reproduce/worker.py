@@ -109,8 +109,9 @@ def train(task: Task, tell: Callable[[Event], None], interrupts: Interrupts) -> 
                 self._at("step", trainer)
 
         def _at(self, event: str, trainer: Trainer) -> None:
-            self.told = time.monotonic()
-            tell({"event": event, "step": trainer.step, "steps": trainer.schedule.steps})
+            self.told, steps = time.monotonic(), trainer.schedule.steps
+            before = steps * rounds.index(trainer.job.config.sparsity)
+            tell({"event": event, "step": before + trainer.step, "steps": steps * len(rounds)})
 
         def line(self, entry: Event) -> None:
             if entry["event"] in ("epoch", "end"):
@@ -121,6 +122,7 @@ def train(task: Task, tell: Callable[[Event], None], interrupts: Interrupts) -> 
 
     torch.set_num_threads(task.threads)
     config, folder = resolve(task.config), Folder(Path(task.folder))
+    rounds = task.config.get("rounds") or [config.sparsity]  # a lottery has several, equally long
     root = None if task.root is None else Path(task.root)
     job = Job(config, load_data(config, root, workers=task.threads))
     try:
