@@ -15,9 +15,6 @@ from rewire.training import toml
 from rewire.training.folder import Folder
 from sweeps import do, metrics, run, runs, text
 
-CIFAR = os.environ.get("REWIRE_TEST_DATA")
-
-
 # One run of each kind -----------------------------------------------------------------------------
 
 
@@ -201,14 +198,11 @@ def test_mistakes_are_explained(
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find("cifar10", CIFAR) is None, reason="CIFAR-10 is not there")
+@pytest.mark.skipif(find("cifar10") is None, reason="CIFAR-10 is not there")
 @pytest.mark.parametrize("model", ["vgg16", "resnet56", "vit"])
 def test_table1_runs_on_cifar10(model: str, tmp_path: Path) -> None:
-    root = () if CIFAR is None else ("--root", CIFAR)
     only = f"cifar10,{model},0.98,gse"
-    done = run(
-        *("table1", "--scale", "0.0001", "--seeds", "1", "--only", only, "--out", tmp_path / "o"),
-        *root,
-    )
+    options = ("--scale", "0.0001", "--seeds", "1", "--only", only, "--out", tmp_path / "o")
+    done = run("table1", *options)
     assert done.exit_code == 0, done.output
     assert Folder(tmp_path / "o" / "runs" / f"cifar10-{model}-gse-0.98-seed0").finished
