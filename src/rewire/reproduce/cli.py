@@ -158,8 +158,7 @@ def reproduce(
         if dry_run:
             _list(sweep, runs, every)
             return
-        count = (os.cpu_count() or 1) // threads
-        made = _engine(engine, workers, threads, max(1, count))
+        made = _engine(engine, workers, threads)
         _run(sweep, experiment, runs, made, root, threads)
     except (ValueError, RunError, DataError, OSError) as error:
         _fail(str(error))
@@ -173,10 +172,14 @@ def _command(what: str, given: dict[str, str | None]) -> str:
     return shlex.join(["rewire", "reproduce", what, *filter(None, options)])
 
 
-def _engine(name: EngineName, workers: int | None, threads: int, usual: int) -> Engine:
+def _engine(name: EngineName, workers: int | None, threads: int) -> Engine:
     from rewire.reproduce.engines import Local, Ray
 
-    return Ray(workers, threads) if name is EngineName.RAY else Local(workers or usual)
+    if name is EngineName.RAY:
+        return Ray(workers, threads)
+    allowed = getattr(os, "sched_getaffinity", None)  # there is none on some systems
+    cpus = len(allowed(0)) if allowed else os.cpu_count() or 1
+    return Local(workers or max(1, cpus // threads))
 
 
 def _list(sweep: Sweep, runs: list[Run], every: list[Run]) -> None:
