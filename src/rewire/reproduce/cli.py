@@ -119,13 +119,13 @@ def reproduce(
     Example: `rewire reproduce table1 --scale 0.1 --seeds 1 --only cifar10,vgg16,0.98`
     """
     from rewire.data import DataError
-    from rewire.reproduce.measured import MEASURED
+    from rewire.reproduce import measured
     from rewire.reproduce.recipes import EXPERIMENTS
     from rewire.reproduce.run import choose
     from rewire.reproduce.sweep import About, Sweep
     from rewire.training.folder import RunError
 
-    names = [*EXPERIMENTS, *MEASURED]
+    names = [*EXPERIMENTS, *measured.MEASURED]
     if what not in names:
         raise typer.BadParameter(
             f"there is no experiment {what!r}; choose one of {', '.join(names)}", param_hint="WHAT"
@@ -149,8 +149,8 @@ def reproduce(
     about = About(what, _command(what, given), scale, seeds, digits, words)
     sweep = Sweep(path, about, shares=out is None)
     try:
-        if what in MEASURED:
-            _measure(sweep, threads, dry_run)
+        if what in measured.MEASURED:
+            measured.measure(sweep, threads, dry_run=dry_run)
             return
         experiment = EXPERIMENTS[what]
         every = experiment.runs(scale=scale, seeds=seeds, digits=digits)
@@ -256,50 +256,6 @@ def _run(
             + "\n".join(f"  {name}: {why}" for name, why in failed.items())
             + f"\nTo try them again:\n  {sweep.about.command}"
         )
-
-
-def _measure(sweep: Sweep, threads: int, dry_run: bool) -> None:
-    from rich import box
-    from rich.table import Table
-
-    from rewire.bench import machine, timing
-    from rewire.bench.show import Progress, console
-    from rewire.reproduce import measured
-    from rewire.reproduce.run import choose
-
-    experiment = measured.MEASURED[sweep.about.experiment]
-    wanted = choose([*experiment.measurements(sweep.about.scale)], sweep.about.only)
-    records = measured.read(sweep.path)
-    todo = [m for m in wanted if not any(measured.same(r, m.key) for r in records)]
-    if dry_run:
-        for one in wanted:
-            typer.echo(one.name + ("" if one in todo else ": finished"))
-        return
-    sweep.claim()
-    screen = console()
-    with timing.threads(threads):
-        facts = machine.facts()
-        with Progress(screen, len(todo)) as progress:
-            for one in todo:
-                progress.start(one.name)
-                records.append(one.key | one.take())
-                measured.write(sweep.path, sweep.about.command, records, facts)
-                shown = experiment.columns.items()
-                told = (f"{t} {_cell(n, records[-1][n])}" for t, n in shown if n not in one.key)
-                progress.finish(", ".join(told))
-    table = Table(box=box.SIMPLE)
-    for title in experiment.columns:
-        table.add_column(title, justify="right", no_wrap=True)
-    for one in wanted:
-        (record,) = (r for r in records if measured.same(r, one.key))
-        table.add_row(*(_cell(name, record[name]) for name in experiment.columns.values()))
-    screen.print(table)
-
-
-def _cell(name: str, value: object) -> str:
-    if isinstance(value, float):
-        return f"{100 * value:.2f} %" if name.startswith("saving") else f"{value:.4g}"
-    return str(value)
 
 
 def _fail(message: str, code: int = 1) -> NoReturn:

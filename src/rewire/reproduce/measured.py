@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewire import files
-from rewire.reproduce.run import Facets
+from rewire.reproduce.run import Facets, choose
+
+if TYPE_CHECKING:
+    from rewire.reproduce.sweep import Sweep
 
 RESULTS = "results.json"
 Record = dict[str, Any]
@@ -110,8 +113,7 @@ BATCH, REPEATS = 128, 10
 
 def matmul(scale: float) -> Iterator[Measurement]:
     """A sparse n x n matrix times a dense n x 128 one, in four formats; ``scale`` multiplies n."""
-    for units in UNITS:
-        size = max(1, round(units * scale))
+    for size in dict.fromkeys(max(1, round(units * scale)) for units in UNITS):
         for sparsity in MATMUL_SPARSITIES:
             key = {"units": size, "sparsity": sparsity}
             yield Measurement(key, partial(_products, size, sparsity))
@@ -191,3 +193,49 @@ MEASURED = {
         },
     ),
 }
+
+
+# Doing it -----------------------------------------------------------------------------------------
+
+
+def measure(sweep: Sweep, threads: int, *, dry_run: bool = False) -> None:
+    """Measure what is not measured yet, and show all of it; or list it."""
+    from rich import box
+    from rich.table import Table
+
+    from rewire.bench import machine, timing
+    from rewire.bench.show import Progress, console
+
+    experiment = MEASURED[sweep.about.experiment]
+    wanted = choose([*experiment.measurements(sweep.about.scale)], sweep.about.only)
+    records = read(sweep.path)
+    todo = [m for m in wanted if not any(same(r, m.key) for r in records)]
+    if dry_run:
+        for one in wanted:
+            print(one.name + ("" if one in todo else ": finished"))
+        return
+    sweep.claim()
+    screen = console()
+    with timing.threads(threads):
+        facts = machine.facts()
+        with Progress(screen, len(todo)) as progress:
+            for one in todo:
+                progress.start(one.name)
+                records.append(one.key | one.take())
+                write(sweep.path, sweep.about.command, records, facts)
+                shown = experiment.columns.items()
+                told = (f"{t} {_cell(n, records[-1][n])}" for t, n in shown if n not in one.key)
+                progress.finish(", ".join(told))
+    table = Table(box=box.SIMPLE)
+    for title in experiment.columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in wanted:
+        (record,) = (r for r in records if same(r, one.key))
+        table.add_row(*(_cell(name, record[name]) for name in experiment.columns.values()))
+    screen.print(table)
+
+
+def _cell(name: str, value: object) -> str:
+    if isinstance(value, float):
+        return f"{100 * value:.2f} %" if name.startswith("saving") else f"{value:.4g}"
+    return str(value)
