@@ -223,5 +223,5 @@ def test_bad_arguments_are_explained(call: Callable[[], object], message: str) -
 
 
 def test_every_builder_is_exported() -> None:
-    assert {*models.MODELS, "MODELS", "build", "built_with"} == set(models.__all__)
+    assert {*models.MODELS, "MODELS", "build", "built_with", "for_images"} == set(models.__all__)
     assert all(getattr(models, name) is builder for name, builder in models.MODELS.items())

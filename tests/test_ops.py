@@ -1079,4 +1079,4 @@ def test_memory_of_other_sizes_does_not_cost_what_is_kept() -> None:
     sizes = range(small, 2 * small, 64)
     for size in sizes:  # but not without end
         empty((size,), (1,))
-    assert ops.empty_cache() < sum(sizes)
+    assert ops.empty_cache() < 3 * sum(sizes)  # of 4 bytes each

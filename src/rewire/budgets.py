@@ -74,6 +74,7 @@ def assign(
     epsilon: float | None = None,
     connections: int | None = None,
     assignment: str = "erdos-renyi",
+    exact: bool = False,
 ) -> list[int]:
     """The number of connections of each layer: at least 1, at most dense.
 
@@ -85,7 +86,8 @@ def assign(
     With ``"erk"`` the other layers take up the excess, and with ``"uniform"`` there is none.
 
     ``connections`` is met exactly: the excess of dense layers goes to the others in proportion
-    to their shares, and what rounding leaves over goes to the largest remainders.
+    to their shares, and what rounding leaves over goes to the largest remainders. With ``exact`` so
+    is the number of connections that ``sparsity`` or ``density`` means.
 
     Args:
         layers: the sizes of the layers.
@@ -94,6 +96,7 @@ def assign(
         epsilon: connections per unit, above 0; for ``"erdos-renyi"`` alone.
         connections: number of connections of the whole model.
         assignment: ``"erdos-renyi"``, ``"erk"`` or ``"uniform"``.
+        exact: let the model have just as many connections as asked for.
 
     Example:
         >>> layers = [LayerSize("conv", 3, 16, (3, 3)), LayerSize("linear", 784, 100)]
@@ -132,6 +135,8 @@ def assign(
         return _exact(shares, weights, connections)
 
     if epsilon is not None:
+        if exact:
+            raise ValueError("epsilon cannot be exact; give sparsity, density or connections")
         if assignment != "erdos-renyi":
             raise ValueError(
                 f"epsilon belongs to the erdos-renyi assignment; "
@@ -149,6 +154,8 @@ def assign(
     _check_density(density)
     if density == 1:
         return weights
+    if exact:
+        return _exact(shares, weights, max(len(layers), round(density * sum(weights))))
     if assignment == "erdos-renyi":
         return _rounded_up(shares, weights, epsilon_for(layers, density))
     if assignment == "erk":

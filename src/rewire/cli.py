@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 import rewire
+from rewire import flops_cli as flops
 from rewire.bench.cli import app as bench
 from rewire.data.cli import app as data
 from rewire.report.cli import report
+from rewire.reproduce import cli as reproduce
 from rewire.training import cli as training
 
 app = typer.Typer(
@@ -25,6 +27,8 @@ app.command("eval")(training.evaluate)
 app.command()(training.predict)
 app.command()(training.export)
 app.command()(report)
+app.command(no_args_is_help=True)(reproduce.reproduce)
+app.command("flops")(flops.show)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rewire.budgets import LayerSize, assign
 from rewire.nn.sparse import SparseLayer
 
 
@@ -59,7 +60,7 @@ class Flops:
         return sum(layer.of(layer.weights) for layer in self.layers.values())
 
     def subset(self, factor: float) -> int:
-        """The gradient at ``factor * |A|`` connections of each layer, at most at all."""
+        """A product with ``factor * |A|`` connections of each layer, at most with all."""
         return sum(
             layer.of(min(math.ceil(factor * layer.connections), layer.weights))
             for layer in self.layers.values()
@@ -93,6 +94,54 @@ def count(model: nn.Module, shape: tuple[int, ...]) -> Flops:
         for handle in handles:
             handle.remove()
     return Flops({n: LayerFlops(p, *_sizes(layers[n])) for n, p in positions.items()})
+
+
+def assigned(
+    model: nn.Module,
+    shape: tuple[int, ...],
+    sparsity: float,
+    *,
+    assignment: str = "erdos-renyi",
+    exact: bool = False,
+    dense_head: bool = False,
+) -> Flops:
+    """What one sample would take if a dense model were made sparse; a model on the meta device will do.
+
+    Args:
+        model: a model with dense layers.
+        shape: of a sample.
+        sparsity: fraction of the weights that would be missing.
+        assignment, exact: as for :func:`rewire.budgets.assign`.
+        dense_head: whether the layer that runs last would stay dense.
+
+    Example:
+        >>> model = nn.Sequential(nn.Flatten(), nn.Linear(64, 50), nn.Linear(50, 10))
+        >>> assigned(model, (1, 8, 8), 0.9).sparse
+        742
+        >>> assigned(model, (1, 8, 8), 0.9, dense_head=True).sparse
+        1640
+    """
+    layers = count(model, shape).layers
+    names = list(layers)[: -1 if dense_head else None]
+    sizes = [_size(name, model.get_submodule(name)) for name in names]
+    counts = assign(sizes, sparsity=sparsity, assignment=assignment, exact=exact)
+    held = dict(zip(names, counts, strict=True))
+    return Flops(
+        {
+            name: replace(one, connections=held.get(name, one.weights))
+            for name, one in layers.items()
+        }
+    )
+
+
+def _size(name: str, module: nn.Module) -> LayerSize:
+    if isinstance(module, nn.Linear):
+        return LayerSize(name, module.in_features, module.out_features)
+    assert isinstance(module, nn.Conv2d)
+    height, width = module.kernel_size
+    return LayerSize(
+        name, module.in_channels // module.groups, module.out_channels, (height, width)
+    )
 
 
 @contextmanager
@@ -132,6 +181,16 @@ def dense(flops: Flops) -> float:
 def static(flops: Flops) -> float:
     """``3 f_S``: also for SET, DSR and DeepR, which look at nothing but active weights."""
     return 3 * flops.sparse
+
+
+def snfs(flops: Flops) -> float:
+    """``2 f_S + f_D``: a dense gradient in every step."""
+    return 2 * flops.sparse + flops.dense
+
+
+def topkast(flops: Flops, backward: float = 2.0) -> float:
+    """``2 f_A + f_B``: weight gradients at ``backward`` times as many weights as are active."""
+    return 2 * flops.sparse + flops.subset(backward)
 
 
 def guided(flops: Flops, every: int, extra: float) -> float:

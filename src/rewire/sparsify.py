@@ -49,6 +49,7 @@ def sparsify(
     epsilon: float | None = None,
     connections: int | None = None,
     assignment: str = "erdos-renyi",
+    exact: bool = False,
     weights: str = "fresh",
     keep_dense: str | Iterable[str] = (),
     seed: int = 0,
@@ -81,6 +82,8 @@ def sparsify(
         connections: the number of connections of the whole model, met exactly.
         assignment: how they are shared out among layers: ``"erdos-renyi"``, ``"uniform"`` or
             ``"erk"``; see :func:`rewire.budgets.assign`.
+        exact: meet ``sparsity`` or ``density`` exactly, where otherwise layers that cannot take their
+            share leave the model with less.
         weights: ``"fresh"`` draws a random graph and new values; ``"keep"`` keeps the largest
             weights of each layer, and its biases.
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone.
@@ -121,7 +124,7 @@ def sparsify(
         pairs = zip(sizes, wanted, strict=True)
         counts = [assign([size], density=d, assignment="uniform")[0] for size, d in pairs]
     else:
-        counts = assign(sizes, assignment=assignment, **cast(Any, targets))
+        counts = assign(sizes, assignment=assignment, exact=exact, **cast(Any, targets))
     for size, layer in zip(sizes, layers, strict=True):
         if weights == "keep" and layer.weight.is_meta:
             raise ValueError(

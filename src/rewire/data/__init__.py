@@ -4,7 +4,7 @@ from rewire.data.decode import open_images
 from rewire.data.folder import ImageFiles
 from rewire.data.loader import Loader
 from rewire.data.places import DataError
-from rewire.data.sources import NAMES, find, get, load
+from rewire.data.sources import NAMES, find, get, load, sizes
 from rewire.data.splits import Dataset, Images, Split
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "get",
     "load",
     "open_images",
+    "sizes",
 ]

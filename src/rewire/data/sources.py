@@ -21,6 +21,8 @@ class Source:
 
     Attributes:
         about: its images, in a few words
+        shape: of an image, as models take it
+        classes: how many
         find: the data set in a place, or None
         read: the data set from where it was found; None if it is a folder of images
         download: get it into a place; None if only the user can
@@ -29,6 +31,8 @@ class Source:
     """
 
     about: str
+    shape: tuple[int, int, int]
+    classes: int
     find: Callable[[Path], Path | None]
     read: Callable[[Path], Dataset] | None
     download: Callable[[Path], Path] | None = None
@@ -43,16 +47,25 @@ class Source:
 PACKAGED = "digits"
 SOURCES = {
     CIFAR10.name: Source(
-        "60,000 in 10 classes, 32x32", CIFAR10.find, CIFAR10.read, CIFAR10.download
+        "60,000 in 10 classes, 32x32",
+        (3, 32, 32),
+        10,
+        CIFAR10.find,
+        CIFAR10.read,
+        CIFAR10.download,
     ),
     CIFAR100.name: Source(
         "60,000 in 100 classes, 32x32",
+        (3, 32, 32),
+        100,
         CIFAR100.find,
         CIFAR100.read,
         CIFAR100.download,
     ),
     fashion.NAME: Source(
         "70,000 in 10 classes, 28x28 grey",
+        (1, 28, 28),
+        10,
         fashion.find,
         fashion.read,
         fashion.download,
@@ -60,6 +73,8 @@ SOURCES = {
     ),
     "imagenet": Source(
         "1.3 million in 1,000 classes",
+        (3, 224, 224),
+        1000,
         folder.find_imagenet,
         read=None,
         advice="ImageNet has to be asked for: register at image-net.org, download ILSVRC2012, and "
@@ -67,6 +82,19 @@ SOURCES = {
     ),
 }
 NAMES = (PACKAGED, *SOURCES)
+
+
+def sizes(name: str) -> tuple[tuple[int, int, int], int]:
+    """The shape of an image as models take it, and the number of classes; nothing is read.
+
+    Example:
+        >>> sizes("cifar100")
+        ((3, 32, 32), 100)
+    """
+    if name == PACKAGED:
+        return (1, 8, 8), 10
+    source = _source(name)
+    return source.shape, source.classes
 
 
 def load(

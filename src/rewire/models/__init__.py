@@ -15,6 +15,7 @@ __all__ = [
     "MODELS",
     "build",
     "built_with",
+    "for_images",
     "gpt",
     "mlp",
     "resnet20",
@@ -59,6 +60,24 @@ def build(name: str, **kwargs: Any) -> nn.Module:
     model = MODELS[name](**kwargs)
     model.__dict__[_RECORD] = (name, kwargs)
     return model
+
+
+def for_images(
+    name: str, shape: tuple[int, int, int], num_classes: int, width: float = 1.0
+) -> nn.Module:
+    """The model called ``name``, for images of a shape (channels, height, width).
+
+    Example:
+        >>> for_images("mlp", (1, 8, 8), 10)[1].in_features
+        64
+    """
+    channels, height, across = shape
+    arguments: dict[str, Any] = {"num_classes": num_classes}
+    if name == "mlp":
+        arguments["in_features"] = channels * height * across
+    elif name == "vit":
+        arguments["image_size"] = height
+    return build(name, width=width, **arguments)
 
 
 def built_with(model: nn.Module) -> tuple[str, dict[str, Any]] | None:

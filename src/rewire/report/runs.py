@@ -22,6 +22,7 @@ _NEEDED = ("dataset", "model", "method", "sparsity", "seed", "batch_size")
 _KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
+    "bool": (bool,),
     "float": (int, float),
     "tuple": (list,),
 }

@@ -96,6 +96,14 @@ def train(
         str | None,
         _option("How layers share connections: erdos-renyi, erk, uniform.", _MODEL, "erdos-renyi"),
     ] = None,
+    exact: Annotated[
+        bool | None,
+        _option(
+            "Meet the sparsity exactly: what full layers cannot take goes to others.",
+            _MODEL,
+            name="--exact",
+        ),
+    ] = None,
     keep_dense: Annotated[
         list[str] | None,
         _option("A layer to leave dense, by name or glob; may be repeated.", _MODEL),

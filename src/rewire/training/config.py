@@ -35,6 +35,7 @@ class Config:
     sparsity: float
     width: float
     assignment: str
+    exact: bool
     keep_dense: tuple[str, ...]
     every: int | None
     until: float | None
@@ -91,6 +92,7 @@ _PAPER: dict[str, Any] = {
     "sparsity": 0.95,
     "width": 1.0,
     "assignment": "erdos-renyi",
+    "exact": False,
     "keep_dense": (),
     "every": 1000,
     "until": 120.0,
@@ -220,7 +222,7 @@ def _typed(field: Any, value: Any) -> Any:
         if not all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
             raise wrong
         return tuple(inner(v) for v in value)
-    wanted: type = {"s": str, "f": float, "i": int}[kind[0]]
+    wanted: type = {"s": str, "f": float, "i": int, "b": bool}[kind[0]]
     if wanted is float and type(value) is int:
         value = float(value)
     if type(value) is not wanted:
@@ -229,6 +231,7 @@ def _typed(field: Any, value: Any) -> Any:
 
 
 _KINDS = {
+    "bool": "true or false",
     "str": "a word",
     "str | None": "a word",
     "float": "a number",

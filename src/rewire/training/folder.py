@@ -25,6 +25,10 @@ class RunError(RuntimeError):
     """A folder cannot be used as asked; the message says what to do."""
 
 
+class Busy(RunError):
+    """Another process is at work in a folder."""
+
+
 class Folder:
     """A run on disk.
 
@@ -114,7 +118,7 @@ class Folder:
         """Keep other processes out.
 
         Raises:
-            RunError: if another one is in.
+            Busy: if another one is in.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         try:
@@ -125,7 +129,7 @@ class Folder:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            raise RunError(f"another process is training in {self.path}; wait for it") from error
+            raise Busy(f"another process is training in {self.path}; wait for it") from error
         return self
 
     def __exit__(

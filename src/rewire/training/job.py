@@ -74,19 +74,15 @@ class Job:
             model,
             config.sparsity,
             assignment=config.assignment,
+            exact=config.exact,
             keep_dense=config.keep_dense,
             seed=config.seed,
         )
         return model.to(self.device)
 
     def _build(self) -> nn.Module:
-        channels, height, width = self.dataset.shape
-        arguments: dict[str, Any] = {"num_classes": self.dataset.num_classes}
-        if self.config.model == "mlp":
-            arguments["in_features"] = channels * height * width
-        elif self.config.model == "vit":
-            arguments["image_size"] = height
-        return models.build(self.config.model, width=self.config.width, **arguments)
+        shape, classes = self.dataset.shape, self.dataset.num_classes
+        return models.for_images(self.config.model, shape, classes, self.config.width)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """For all parameters of a model."""
