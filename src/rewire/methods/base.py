@@ -15,7 +15,7 @@ from rewire import optim, sampling
 from rewire.connections import Connections
 from rewire.methods.history import History, LayerRewiring, Rewiring, total
 from rewire.methods.site import Probe, Site
-from rewire.nn.sparse import SparseLayer
+from rewire.nn.layer import ConnectedLayer
 from rewire.ops import sampling as ops
 from rewire.ops.sampling import Stream
 from rewire.sampling import DRAWS, Batch
@@ -41,13 +41,14 @@ class Rewirer:
     the rewiring is due, and the gradient at S is evaluated there. All backward passes between two calls
     of :meth:`step` count, summed as in ``.grad``: accumulate gradients as you like.
 
-    A rewiring leaves a layer's ``values`` the same Parameter object, carries the optimizer's state
-    along, and sets ``values.grad`` to None, because the gradient was that of other connections. Frozen
-    layers (``values.requires_grad`` is False) and, in guided methods, layers that had no gradient in
-    that step take no part in it. A layer that is used several times in a forward pass is one layer.
+    A rewiring leaves a layer's ``values`` (or ``weight``, under a mask) the same Parameter object,
+    carries the optimizer's state along, and sets its ``grad`` to None, because the gradient was that of
+    other connections. Frozen layers (``requires_grad`` is False) and, in guided methods, layers that had
+    no gradient in that step take no part in it. A layer that is used several times in a forward pass is
+    one layer.
 
     Args:
-        model: has sparse layers, from :func:`rewire.sparsify` or made by hand.
+        model: has sparse or masked layers, from :func:`rewire.sparsify` or made by hand.
         optimizer: trains them.
         every: steps from one rewiring to the next (the paper's T).
         until: the last step that may end with a rewiring (T_end).
@@ -81,11 +82,13 @@ class Rewirer:
         _check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
         self._sites = _find(model)
-        trained = [site for site in self._sites if site.layer.values.requires_grad]
+        if not self._sites:
+            raise ValueError("the model has no sparse layers: call rewire.sparsify(model, ...) first")
+        trained = [site for site in self._sites if site.layer.parameter.requires_grad]
         if not trained:
-            raise ValueError("all sparse layers are frozen: call requires_grad_() on their values")
-        optim.check(optimizer, _values(trained))
-        self._probes = [Probe(self._observe, site) for site in self._sites]
+            raise ValueError("all sparse layers are frozen: call requires_grad_() on their weights")
+        optim.check(optimizer, _parameters(trained))
+        self._probes = [Probe(self.observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
         self._armed = False
         self._arm()
@@ -108,12 +111,21 @@ class Rewirer:
         """A score for each active connection; by default the magnitude of its weight."""
         return site.weights.abs()
 
+    @property
+    def conserves(self) -> str | None:
+        """Whose number of connections stays: the model's ("global"), each layer's ("layer"), or None."""
+        return self.scope
+
+    def groups(self, sites: Sequence[Site]) -> list[Sequence[Site]]:
+        """The layers that are compared with each other."""
+        return [sites] if self.scope == "global" else [[site] for site in sites]
+
     def choose(self, sites: Sequence[Site]) -> None:
         """Set the masks ``pruned`` and ``grown`` of the layers that take part in a rewiring."""
-        for group in [sites] if self.scope == "global" else [[site] for site in sites]:
-            active = sum(site.weights.numel() for site in group)
+        for group in self.groups(sites):
+            active = sum(site.layer.count for site in group)
             subset = sum(len(_subset(site)) for site in group)
-            spare = sum(max(0, site.weights.numel() - 1) for site in group)
+            spare = sum(max(0, site.layer.count - 1) for site in group)
             k = min(sampling.ceil(self.alpha(self.t) * active), subset, spare)
             select(group, "grown", [self.growth(site) for site in group], k)
             select(group, "pruned", [keep_best(self.survival(site)) for site in group], k)
@@ -152,9 +164,17 @@ class Rewirer:
 
     # Looking at layers while they train -----------------------------------------------------------
 
+    def watches(self, t: int) -> bool:
+        """Whether the backward passes of step t are to be seen; if it ends with a rewiring."""
+        return self.due(t)
+
+    def has_seen(self, site: Site) -> bool:
+        """Whether a layer had a gradient that the coming rewiring can use."""
+        return site.gradient is not None
+
     def _arm(self) -> None:
-        """Put the probes into the layers if the next step ends with a rewiring, else take them out."""
-        wanted = self.guided and self.due(self.t + 1)
+        """Put the probes into the layers if the next step is to be seen, else take them out."""
+        wanted = self.guided and self.watches(self.t + 1)
         if wanted == self._armed:
             return
         for site, probe in zip(self._sites, self._probes, strict=True):
@@ -165,8 +185,8 @@ class Rewirer:
                 site.layer.probe = probe if wanted else None
         self._armed = wanted
 
-    def _observe(self, site: Site, batch: Batch) -> None:
-        """What a probe has seen in a backward pass of a step that ends with a rewiring."""
+    def observe(self, site: Site, batch: Batch) -> None:
+        """Take what a probe has seen in a backward pass: draw S in the first, add the gradient at S."""
         if site.subset is None:
             site.batch = batch
             self._explore(site, self.t + 1)
@@ -175,7 +195,7 @@ class Rewirer:
 
     def _explore(self, site: Site, t: int) -> None:
         site.stream = Stream(self.seed, DRAWS, t, site.index)
-        site.quota = min(sampling.ceil(self.alpha(t) * site.weights.numel()), site.free)
+        site.quota = min(sampling.ceil(self.alpha(t) * site.layer.count), site.free)
         site.subset = self.explore(site)
 
     @property
@@ -192,20 +212,21 @@ class Rewirer:
 
     @torch.no_grad()
     def _rewire(self) -> Rewiring:
-        sites = [site for site in self._sites if site.layer.values.requires_grad]
-        optim.check(self.optimizer, _values(sites))
+        sites = [site for site in self._sites if site.layer.parameter.requires_grad]
+        optim.check(self.optimizer, _parameters(sites))
         if self.guided:
-            sites = [site for site in sites if site.gradient is not None]
+            sites = [site for site in sites if self.has_seen(site)]
             if not sites:
                 raise RuntimeError(
                     f"a rewiring is due at step {self.t}, but no sparse layer had a backward pass since "
                     "the last step(): call step() once after each backward() and optimizer.step()"
                 )
-        for site in sites:
-            if not self.guided:
+        if not self.guided:
+            for site in sites:
                 self._explore(site, self.t)
         self.choose(sites)
-        _check_budget(sites, self.scope)
+        if self.conserves is not None:
+            _check_budget(sites, self.conserves)
         for site in self._sites:
             site.count()
         changes = [
@@ -265,7 +286,7 @@ class Rewirer:
 def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -> None:
     """Mark, over these layers together, the k highest scores as ``"grown"`` or the k lowest as
     ``"pruned"``."""
-    sizes = [len(_subset(s)) if what == "grown" else s.weights.numel() for s in sites]
+    sizes = [len(_subset(s)) if what == "grown" else s.layer.count for s in sites]
     for site, score, size in zip(sites, scores, sizes, strict=True):
         if score.numel() != size:
             rule = "growth" if what == "grown" else "survival"
@@ -324,10 +345,16 @@ def _plan(site: Site, optimizer: Optimizer) -> _Change | None:
     rows, source = ops.replace(
         sampling.rows(site.active), pruned, sampling.rows(subset), grown, layer.n_in
     )
+    connections = Connections(layer.n_in, layer.n_out, *rows)
+
+    def follow(state: Tensor, fresh: float) -> Tensor:
+        values = optim.follow(layer.gather(state), source, fresh)
+        return layer.scatter(connections, values, fresh)
+
     return _Change(
-        Connections(layer.n_in, layer.n_out, *rows),
+        connections,
         optim.follow(site.weights, source),
-        optim.carry(optimizer, layer.values, source),
+        optim.carry(optimizer, layer.parameter, follow),
         {key: optim.follow(tensor, source) for key, tensor in site.state.items()},
     )
 
@@ -335,7 +362,7 @@ def _plan(site: Site, optimizer: Optimizer) -> _Change | None:
 def _apply(site: Site, change: _Change | None, optimizer: Optimizer) -> None:
     if change is not None:
         site.layer.set_connections(change.connections, change.values)
-        optim.put(optimizer, site.layer.values, change.optimizer)
+        optim.put(optimizer, site.layer.parameter, change.optimizer)
         site.state = change.state
         site.count().add(sampling.rows(_subset(site)), site.grown)
 
@@ -345,13 +372,19 @@ def _part(site: Site) -> LayerRewiring:
         return 0 if mask is None else int(mask.sum())
 
     return LayerRewiring(
-        active=site.weights.numel(),
+        active=site.layer.count,
         grown=size(site.grown),
         pruned=size(site.pruned),
-        subset=0 if site.subset is None else len(site.subset),
+        subset=_considered(site),
         ever=site.count().total(),
         possible=site.layer.n_in * site.layer.n_out,
     )
+
+
+def _considered(site: Site) -> int:
+    if site.considered is not None:
+        return site.considered
+    return 0 if site.subset is None else len(site.subset)
 
 
 # Arguments ----------------------------------------------------------------------------------------
@@ -360,12 +393,10 @@ def _part(site: Site) -> LayerRewiring:
 def _find(model: nn.Module) -> list[Site]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, SparseLayer)]
-    if not found:
-        raise ValueError("the model has no sparse layers: call rewire.sparsify(model, ...) first")
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, ConnectedLayer)]
     owners: dict[int, str] = {}
     for name, layer in found:
-        other = owners.setdefault(id(layer.values), name)
+        other = owners.setdefault(id(layer.parameter), name)
         if other != name:
             raise ValueError(
                 f"{other} and {name} share one parameter, but not their connections; use the same layer "
@@ -374,8 +405,10 @@ def _find(model: nn.Module) -> list[Site]:
     return [Site(name, layer, index) for index, (name, layer) in enumerate(found)]
 
 
-def _values(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
-    return {f"{site.name}.values".lstrip("."): site.layer.values for site in sites}
+def _parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
+    return {
+        f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites
+    }
 
 
 def _check_schedule(every: int, until: int | None, fraction: Fraction) -> None:

@@ -69,7 +69,7 @@ class DSR(Rewirer):
         for site, count in zip(sites, counts, strict=True):
             site.subset = site.choose(count)
             site.grown = torch.ones(count, dtype=torch.bool)
-        wanted = self.alpha(self.t) * sum(site.weights.numel() for site in sites)
+        wanted = self.alpha(self.t) * sum(site.layer.count for site in sites)
         if below > 1.1 * wanted:
             self.threshold /= 2
         elif below < 0.9 * wanted:
