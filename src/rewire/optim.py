@@ -56,13 +56,13 @@ def follow(tensor: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
     return tensor.index_select(0, source.clamp(min=0)).masked_fill_(source < 0, fresh)
 
 
-Change = Callable[[Tensor, float], Tensor]  # state of a parameter's shape, fresh -> after the change
+Change = Callable[
+    [Tensor, float], Tensor
+]  # state of a parameter's shape, fresh -> after the change
 
 
 @torch.no_grad()
-def carry(
-    optimizer: Optimizer, parameter: nn.Parameter, source: Tensor | Change
-) -> dict[str, Any]:
+def carry(optimizer: Optimizer, parameter: nn.Parameter, source: Tensor | Change) -> dict[str, Any]:
     """The optimizer's state of a parameter whose connections are about to be replaced.
 
     Args:

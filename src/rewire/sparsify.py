@@ -51,9 +51,10 @@ def sparsify(
     whose share is all its weights becomes a sparse layer with every connection, so that rewiring
     sees all layers.
 
-    No dense weight is ever built, unless masked storage is asked for: layers on the ``meta`` device are created sparse on the CPU.
-    What else such a model holds (norms, embeddings, layers that stay dense) is created by its
-    ``reset_parameters``, which must set all parameters and buffers of that module.
+    No dense weight is ever built, unless masked storage is asked for: layers on the ``meta`` device
+    are created sparse on the CPU. What else such a model holds (norms, embeddings, layers that stay
+    dense) is created by its ``reset_parameters``, which must set all parameters and buffers of that
+    module.
 
     Layers that have no sparse form (grouped convolutions, tied weights, parametrizations, ...) stay
     dense, and one warning names them all. An error leaves the model as it was.
@@ -100,7 +101,9 @@ def sparsify(
     _check_choice("weights", weights, ("fresh", "keep", "dense"))
     _check_choice("storage", storage, ("sparse", "masked"))
     if weights == "dense" and storage != "masked":
-        raise ValueError('weights="dense" needs storage="masked": sparse layers hold no other weights')
+        raise ValueError(
+            'weights="dense" needs storage="masked": sparse layers hold no other weights'
+        )
     seed = operator.index(seed)
 
     names = names_of(model)

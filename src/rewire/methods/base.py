@@ -83,7 +83,9 @@ class Rewirer:
         check_choice("scope", scope, ("global", "layer"))
         self._sites = _find(model)
         if not self._sites:
-            raise ValueError("the model has no sparse layers: call rewire.sparsify(model, ...) first")
+            raise ValueError(
+                "the model has no sparse layers: call rewire.sparsify(model, ...) first"
+            )
         trained = [site for site in self._sites if site.layer.parameter.requires_grad]
         if not trained:
             raise ValueError("all sparse layers are frozen: call requires_grad_() on their weights")
@@ -406,9 +408,7 @@ def _find(model: nn.Module) -> list[Site]:
 
 
 def _parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
-    return {
-        f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites
-    }
+    return {f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites}
 
 
 def _check_schedule(every: int, until: int | None, fraction: Fraction) -> None:

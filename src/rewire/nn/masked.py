@@ -200,7 +200,8 @@ class MaskedLinear(MaskedLayer):
             device=self.weight.device,
             dtype=self.weight.dtype,
         )
-        return _filled(dense, self)
+        _fill(dense, self)
+        return dense
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -287,15 +288,15 @@ class MaskedConv2d(MaskedLayer, ConvShape):
             device=self.weight.device,
             dtype=self.weight.dtype,
         )
-        return _filled(dense, self)
+        _fill(dense, self)
+        return dense
 
     def extra_repr(self) -> str:
         return f"{self._described(self.bias is not None)}, {super().extra_repr()}"
 
 
-def _filled(dense: Any, layer: MaskedLayer) -> Any:
+def _fill(dense: nn.Linear | nn.Conv2d, layer: MaskedLayer) -> None:
     with torch.no_grad():
         dense.weight.copy_(torch.where(layer.mask, layer.weight, layer.weight.new_zeros(())))
-        if layer.bias is not None:
+        if layer.bias is not None and dense.bias is not None:
             dense.bias.copy_(layer.bias)
-    return dense
