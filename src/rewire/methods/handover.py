@@ -28,7 +28,8 @@ def hand_over(model: nn.Module, optimizer: Optimizer) -> dict[nn.Module, Connect
         raise ValueError("a single layer cannot be replaced in itself: put it into nn.Sequential")
     new: dict[nn.Module, ConnectedLayer] = {}
     for layer in found:
-        sparse = layer.to_sparse()
+        with torch.random.fork_rng(devices=[]):  # a new layer draws weights first
+            sparse = layer.to_sparse()
         carry_over(layer, sparse)
         sparse.bias = layer.bias
         state = optim.carry(optimizer, layer.weight, _gathering(layer))

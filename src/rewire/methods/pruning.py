@@ -54,7 +54,8 @@ def losses(
     """The loss of each batch, as part of the mean over all samples, with these weights in the model's
     place. Neither its buffers (batch statistics) nor torch's random state are changed."""
     total = sum(len(y) for _, y in batches)
-    with torch.random.fork_rng(), _mode(model, training=True):
+    devices = {weight.device for weight in weights.values() if weight.is_cuda}
+    with torch.random.fork_rng(list(devices)), _mode(model, training=True):
         torch.manual_seed(seed)
         for x, y in batches:
             buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -116,10 +117,11 @@ def make_sparse(model: M, layers: Layers, masks: Mapping[str, Tensor]) -> M:
         layers: from :func:`layers_of`.
         masks: by name of the parameter.
     """
-    new: dict[nn.Module, nn.Module] = {
-        layer: carry_over(layer, pruned(layer, masks[_parameter(name)]))
-        for name, layer in layers.items()
-    }
+    with torch.random.fork_rng(devices=[]):  # a new layer draws weights first
+        new: dict[nn.Module, nn.Module] = {
+            layer: carry_over(layer, pruned(layer, masks[_parameter(name)]))
+            for name, layer in layers.items()
+        }
     model = replace(model, new)
     if model not in new.values():
         fuse(model)

@@ -94,7 +94,7 @@ def synflow_scores(
             output = functional_call(model, state, (ones,))
         flow = output.sum()
         found = torch.autograd.grad(flow, list(weights.values()), materialize_grads=True)
-    if not math.isfinite(float(flow)):
+    if not math.isfinite(float(flow.detach())):
         raise ValueError("the flow through the model is not finite, even in float64")
     scores = {}
     for (name, weight), gradient in zip(weights.items(), found, strict=True):
