@@ -142,9 +142,10 @@ def test_masked_and_sparse_models_start_alike() -> None:
         magnitudes = layer.weight.detach().abs()
         assert magnitudes[~layer.mask].all()
         assert magnitudes[layer.mask].min() >= magnitudes[~layer.mask].max()
-    assert rewire.summary(masked, show=False).connections == rewire.summary(
-        sparse, show=False
-    ).connections
+    assert (
+        rewire.summary(masked, show=False).connections
+        == rewire.summary(sparse, show=False).connections
+    )
 
 
 def test_bad_storage() -> None:
@@ -179,7 +180,10 @@ def test_rewirings_are_those_of_sparse_storage(name: str) -> None:
             torch.testing.assert_close(weights(x), weights(y), rtol=1e-6, atol=1e-9)
             momentum = second.state[y.parameter]["momentum_buffer"]
             torch.testing.assert_close(
-                first.state[x.parameter]["momentum_buffer"], y.gather(momentum), rtol=1e-6, atol=1e-9
+                first.state[x.parameter]["momentum_buffer"],
+                y.gather(momentum),
+                rtol=1e-6,
+                atol=1e-9,
             )
     assert list(runs[0][2].history) == list(runs[1][2].history)
     assert name == "static" or topology(runs[0][0]) != start
@@ -279,7 +283,9 @@ def test_rigl_grows_the_largest_of_the_dense_gradient(scope: str, parts: int) ->
     optimizer.step()
     rewiring = rewirer.step()
     assert rewiring is not None
-    assert rewiring.subset == sum(m.n_in * m.n_out - len(before[n]) for n, m in layers(model).items())
+    assert rewiring.subset == sum(
+        m.n_in * m.n_out - len(before[n]) for n, m in layers(model).items()
+    )
     after = topology(model)
     groups = [list(before)] if scope == "global" else [[name] for name in before]
     for group in groups:

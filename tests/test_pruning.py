@@ -80,7 +80,9 @@ def test_snip_scores_by_finite_differences(norm: bool) -> None:
     model.train()  # batch norms use the batch's statistics
     weights = plain(model)
     for name, gradient in numeric_gradient(model, weights, samples()).items():
-        torch.testing.assert_close(scores[name], (gradient * weights[name]).abs(), atol=1e-8, rtol=1e-5)
+        torch.testing.assert_close(
+            scores[name], (gradient * weights[name]).abs(), atol=1e-8, rtol=1e-5
+        )
 
 
 def test_snip_by_hand() -> None:
@@ -405,9 +407,10 @@ def test_top_kast_forward_is_that_of_the_top_alone() -> None:
     dense = nn.Conv2d(2, 6, 3)
     layer = model[0]
     with torch.no_grad():
-        keep = layer.weight.abs() >= layer.weight.abs().flatten().sort(descending=True).values[
-            layer.count - 1
-        ]
+        keep = (
+            layer.weight.abs()
+            >= layer.weight.abs().flatten().sort(descending=True).values[layer.count - 1]
+        )
         dense.weight.copy_(layer.weight * keep)
         dense.bias.copy_(layer.bias)
     x = torch.randn(2, 2, 6, 6)
@@ -496,7 +499,9 @@ def train_ticket(ticket: rewire.Ticket) -> float:
     for step in range(5):
         generator = torch.Generator().manual_seed(step)
         optimizer.zero_grad()
-        loss = F.cross_entropy(ticket.model(torch.randn(8, 12, generator=generator)), torch.arange(8) % 4)
+        loss = F.cross_entropy(
+            ticket.model(torch.randn(8, 12, generator=generator)), torch.arange(8) % 4
+        )
         loss.backward()
         optimizer.step()
     return float(loss.detach())
@@ -528,7 +533,9 @@ def test_lottery_prunes_and_rewinds() -> None:
         for name, mask in masks.items():
             assert torch.equal(weights[name], torch.where(mask, start[name], 0))
         if trained is not None:
-            flat = torch.cat([torch.where(trained[1][n], trained[0][n].abs(), -1).flatten() for n in masks])
+            flat = torch.cat(
+                [torch.where(trained[1][n], trained[0][n].abs(), -1).flatten() for n in masks]
+            )
             kept = torch.cat([mask.flatten() for mask in masks.values()])
             assert flat[kept].min() >= flat[~kept].max()
         norm = ticket.model.get_submodule("1")
@@ -561,7 +568,9 @@ def test_lottery_resumes(tmp_path: Path) -> None:
         first.run(some)
     second = rewire.Lottery(lottery_model(), sparsities=sparsities)
     second.load_state_dict(first.state_dict())
-    third = rewire.Lottery(nn.Sequential(*lottery_model()), sparsities=sparsities, directory=tmp_path)
+    third = rewire.Lottery(
+        nn.Sequential(*lottery_model()), sparsities=sparsities, directory=tmp_path
+    )
     for lottery in (second, third):
         assert lottery.ticket.sparsity == 0.75
         assert lottery.run(train_ticket) == whole

@@ -9,6 +9,7 @@ from rewire.methods.grasp import grasp
 from rewire.methods.gse import GSE
 from rewire.methods.history import History, LayerRewiring, Rewiring
 from rewire.methods.lottery import Lottery, Ticket
+from rewire.methods.registry import METHODS, Method
 from rewire.methods.rigl import RigL
 from rewire.methods.set import SET
 from rewire.methods.site import Site
@@ -21,6 +22,7 @@ from rewire.methods.topkast import TopKAST
 __all__ = [
     "DSR",
     "GSE",
+    "METHODS",
     "SET",
     "SNFS",
     "DeepR",
@@ -29,6 +31,7 @@ __all__ = [
     "History",
     "LayerRewiring",
     "Lottery",
+    "Method",
     "Rewirer",
     "Rewiring",
     "RigL",

@@ -48,8 +48,7 @@ class Lottery:
     Example:
         >>> lottery = Lottery(nn.Sequential(nn.Linear(20, 10)), sparsities=(0, 0.5, 0.9))
         >>> for ticket in lottery:
-        ...     with torch.no_grad():  # training
-        ...         ticket.model(torch.randn(2, 20))
+        ...     # here it is trained
         ...     print(ticket.sparsity, sum(p.numel() for p in ticket.model.parameters()))
         0.0 210
         0.5 110

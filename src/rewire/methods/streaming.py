@@ -55,15 +55,17 @@ def _versions(batch: Batch) -> tuple[int, int]:
     return batch.x._version, batch.dy._version
 
 
-def inactive(site: Site, first: int, last: int) -> Tensor:
-    """Keys of the inactive connections of output units ``first`` to ``last``, ascending."""
+def _inactive(site: Site, first: int, last: int, keys: Tensor) -> Tensor:
+    """Which of these keys, of output units ``first`` to ``last``, are not active."""
     active, n_in = site.active, site.layer.n_in
-    begin, end = (int(active.indptr[row]) for row in (first, last))
-    counts = active.indptr[first : last + 1].diff().long()
-    rows = torch.repeat_interleave(torch.arange(last - first, device=counts.device), counts)
-    free = torch.ones((last - first) * n_in, dtype=torch.bool, device=counts.device)
-    free[rows * n_in + active.indices[begin:end]] = False
-    return free.nonzero().flatten() + first * n_in
+    indptr = active.indptr[first : last + 1].long().cpu()
+    inputs = active.indices[int(indptr[0]) : int(indptr[-1])].cpu()
+    rows = torch.repeat_interleave(torch.arange(first, last), indptr.diff())
+    taken = rows * n_in + inputs  # ascending
+    if taken.numel() == 0:
+        return torch.ones_like(keys, dtype=torch.bool)
+    at = torch.searchsorted(taken, keys).clamp_(max=taken.numel() - 1)
+    return taken[at] != keys
 
 
 class Best:
@@ -81,12 +83,14 @@ class Best:
 
     def add(self, site: Site, first: int, last: int, rows: Tensor) -> None:
         """Look at the numbers of output units ``first`` to ``last``, (last - first, n_in)."""
-        keys = inactive(site, first, last)
-        numbers = rows.flatten()[keys.to(rows.device) - first * site.layer.n_in].cpu()
-        keys = keys.cpu()
-        if self._least >= 0:
-            larger = numbers.abs() > self._least
-            keys, numbers = keys[larger], numbers[larger]
+        flat = rows.flatten()
+        if self._least < 0:
+            places = torch.arange(flat.numel(), device=flat.device)
+        else:
+            places = (flat.abs() > self._least).nonzero().flatten()
+        numbers, keys = flat[places].cpu(), places.cpu() + first * site.layer.n_in
+        free = _inactive(site, first, last, keys)
+        keys, numbers = keys[free], numbers[free]
         self._found.append((torch.full_like(keys, site.index), keys, numbers))
         self._held += keys.numel()
         if self._held > 2 * self.count + dense.BLOCK:
