@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
-from rewire.methods.base import Fraction, Rewirer, check_choice
+from rewire.methods.base import Rewirer
+from rewire.methods.schedule import Fraction, check_choice
 from rewire.methods.site import Site
 from rewire.sampling import DISTRIBUTIONS
 
