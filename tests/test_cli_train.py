@@ -113,7 +113,7 @@ def test_the_same_command_again_says_that_it_is_finished(trained: Path) -> None:
     ("arguments", "message"),
     [
         (["--sparsity", "95"], "0.95 is 95 %"),
-        (["--method", "magic"], "no method 'magic'; choose one of gse"),
+        (["--method", "magic"], "no method 'magic'; choose one of dense"),
         (["--model", "vgg16"], "vgg16 takes images in colour"),
         (["--dataset", "mnist"], "there is no data set 'mnist'"),
         (["--drops", "a"], "'a' must be epochs"),

@@ -134,6 +134,16 @@ def static(flops: Flops) -> float:
     return 3 * flops.sparse
 
 
+def snfs(flops: Flops) -> float:
+    """``2 f_S + f_D``: a dense gradient in every step."""
+    return 2 * flops.sparse + flops.dense
+
+
+def topkast(flops: Flops, backward: float = 2.0) -> float:
+    """``2 f_A + f_B``: weight gradients at ``backward`` times as many weights as are active."""
+    return 2 * flops.sparse + flops.subset(backward)
+
+
 def guided(flops: Flops, every: int, extra: float) -> float:
     """``(3 f_S T + 2 f_S + extra) / (T + 1)``: every T steps one step for the gradient of others.
 

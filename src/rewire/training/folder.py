@@ -18,6 +18,7 @@ from rewire.training.config import Config
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+_ROUND = "round-"
 
 
 class RunError(RuntimeError):
@@ -47,6 +48,10 @@ class Folder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / CHECKPOINTS
+
+    def round(self, number: int) -> Folder:
+        """The folder of one round of a sequence."""
+        return Folder(self.path / f"{_ROUND}{number}")
 
     @property
     def exists(self) -> bool:
@@ -88,6 +93,8 @@ class Folder:
             )
         for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, CONFIG):
             files.remove(self.path / name)
+        for path in self.path.glob(f"{_ROUND}*"):
+            files.remove(path)
         files.write_text(self.path / CONFIG, config.to_toml())
         return False
 
