@@ -115,6 +115,14 @@ METHODS: dict[str, Callable[..., rewire.Rewirer]] = {
     "set": lambda m, o: rewire.SET(m, o, every=2, until=20),
     "dsr": lambda m, o: rewire.DSR(m, o, every=2, until=20, threshold=0.05),
     "deepr": lambda m, o: rewire.DeepR(m, o, l1=0.05, temperature=0.01),
+    "rigl": lambda m, o: rewire.RigL(m, o, every=2, until=20),
+    "snfs": lambda m, o: rewire.SNFS(m, o, every=2, until=20),
+    "graest masked": lambda m, o: rewire.GSE(m, o, every=2, until=20, distribution="graest"),
+    "topkast": lambda m, o: rewire.TopKAST(m, o, every=2, until=20, penalty=0.5),
+}
+STARTS = {
+    "graest masked": {"storage": "masked"},
+    "topkast": {"storage": "masked", "weights": "dense"},
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -124,9 +132,9 @@ CASES = [(m, o) for m in METHODS for o in OPTIMIZERS]
 STEPS, BATCH = 10, 12
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed: int = 0, **how: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return rewire.sparsify(Net().double(), sparsity=0.6, seed=seed)
+    return rewire.sparsify(Net().double(), sparsity=0.6, seed=seed, **how)
 
 
 def share(rank: int, world: int, *tensors: Tensor) -> list[Tensor]:
@@ -141,7 +149,7 @@ def batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, world: int, method: str, optimizer: str, micro: int = 1) -> dict[str, Any]:
     """A run; its ranks start from different models."""
-    model = build(seed=rank)
+    model = build(seed=rank, **STARTS.get(method, {}))
     parallel = distributed.Parallel(model, bucket_bytes=2000)
     opt = OPTIMIZERS[optimizer](model.parameters())
     rewirer = METHODS[method](model, opt)

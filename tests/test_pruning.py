@@ -173,6 +173,40 @@ def test_synflow_by_hand() -> None:
     assert scores["2.weight"].tolist() == [[1.5, 7.0]]
 
 
+def test_synflow_takes_batch_norms_as_the_authors_do() -> None:
+    """Magnitudes of all that a batch norm holds, and running statistics."""
+    norm = nn.BatchNorm1d(2)
+    model = nn.Sequential(nn.Linear(1, 2, bias=False), norm, nn.ReLU(), nn.Linear(2, 1, bias=False))
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[4.0], [-5.0]]))
+        model[3].weight.copy_(torch.tensor([[-0.5, 2.0]]))
+        for name, value in {"weight": -3.0, "bias": -1.0, "running_mean": -2.0}.items():
+            getattr(norm, name).fill_(value)
+        norm.running_var.fill_(4 - norm.eps)  # type: ignore[union-attr]
+    scores = synflow_scores(model, layers_of(model)[1], torch.zeros(1, 1))
+    # Unit 1: 3 (4 - 2) / 2 + 1 = 4 goes on, times 0.5; unit 2: 3 (5 - 2) / 2 + 1 = 5.5, times 2.
+    assert scores["3.weight"].flatten().tolist() == pytest.approx([2.0, 11.0])
+    assert scores["0.weight"].flatten().tolist() == pytest.approx([4 * 1.5 * 0.5, 5 * 1.5 * 2])
+
+
+def test_snip_takes_batch_norms_as_the_authors_do() -> None:
+    """Statistics of the batch, whatever has run before; those that are kept do not change."""
+    model, x = tiny(norm=True), samples(1)
+    expected = snip_scores(model, layers_of(model)[1], x, F.cross_entropy)
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    assert norm.running_mean is not None
+    with torch.no_grad():
+        norm.running_mean.fill_(7.0)
+    model.eval()
+    scores = snip_scores(model, layers_of(model)[1], x, F.cross_entropy)
+    assert all(torch.equal(scores[name], expected[name]) for name in expected)
+    assert float(norm.running_mean[0]) == 7.0
+    assert not model.training
+    pruned = rewire.snip(model, x, F.cross_entropy, sparsity=0.5)
+    assert isinstance(pruned[1], nn.BatchNorm1d)  # only weights are pruned
+
+
 def test_synflow_does_not_collapse_where_snip_does() -> None:
     def pruned(how: Any, **options: Any) -> list[int]:
         torch.manual_seed(0)
@@ -235,6 +269,61 @@ def test_query_and_key_carry_flow() -> None:
     scores = synflow_scores(model, layers_of(model)[1], torch.zeros(1, 3, 16, 16))
     third = scores["blocks.0.attention.to_qkv.weight"].chunk(3)
     assert all(float(part.sum()) > 0 for part in third)
+
+
+class Attending(nn.Module):
+    """torch's own transformer layer, with its packed projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x).mean(1))  # type: ignore[no-any-return]
+
+
+def sequences() -> Batches:
+    generator = torch.Generator().manual_seed(2)
+    return [(torch.randn(4, 3, 4, generator=generator).double(), torch.arange(4) % 2)]
+
+
+@pytest.mark.parametrize("how", [rewire.snip, rewire.grasp, rewire.synflow])
+def test_packed_attention_is_pruned_too(how: Any) -> None:
+    torch.manual_seed(0)
+    model = Attending().double()
+    packed = model.layer.self_attn.in_proj_weight.detach().clone()
+    sparse = how(model, sequences(), F.cross_entropy, sparsity=0.5)
+    attention = sparse.layer.self_attn
+    for part, name in zip(packed.split(4), ("q_proj", "k_proj", "v_proj"), strict=True):
+        layer = getattr(attention, name)
+        assert isinstance(layer, rewire.SparseLinear)
+        dense = layer.to_dense().weight
+        assert torch.equal(dense, torch.where(dense != 0, part, 0))
+    counts = [m.count for m in sparse.modules() if isinstance(m, rewire.SparseLayer)]
+    assert len(counts) == 7
+    assert sum(counts) == math.ceil(0.5 * (4 * 16 + 2 * 24 + 8))
+    sparse.eval()
+    with torch.no_grad():
+        assert torch.isfinite(sparse(sequences()[0][0])).all()
+
+
+def test_grasp_through_attention_by_finite_differences() -> None:
+    torch.manual_seed(0)
+    model, layers = layers_of(Attending().double())
+    weights = {name: w.detach() for name, w in weights_of(layers).items()}
+    scores = grasp_scores(model, layers, sequences(), F.cross_entropy, 1.0)
+    gradient = numeric_gradient(model, weights, sequences())
+    step = 1e-3  # along the gradient: H g is the difference of gradients
+    sides = [
+        numeric_gradient(
+            model, {n: w + sign * step * gradient[n] for n, w in weights.items()}, sequences()
+        )
+        for sign in (1, -1)
+    ]
+    for name, weight in weights.items():
+        product = (sides[0][name] - sides[1][name]) / (2 * step)
+        torch.testing.assert_close(scores[name], -weight * product, rtol=1e-3, atol=1e-6)
 
 
 def test_what_cannot_be_pruned() -> None:

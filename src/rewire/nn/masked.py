@@ -45,7 +45,8 @@ class MaskedLayer(ConnectedLayer):
             self.register_parameter("bias", None)
         else:
             self.bias = nn.Parameter(bias.detach().clone())
-        self.register_buffer("mask", mask.to(weight.device, torch.bool).clone())
+        # Laid out as the weight is, or results would depend on where the mask came from.
+        self.register_buffer("mask", torch.empty_like(self.weight, dtype=torch.bool).copy_(mask))
         self.register_buffer("reach", None, persistent=False)
         self._known: tuple[Tensor, int, Connections] | None = None
 
