@@ -302,6 +302,12 @@ def other_optimizer(rank: int, world: int) -> Any:
         rewirer.step()
 
 
+def handed_over(rank: int, world: int) -> None:
+    model = rewire.sparsify(Net(), density=1, weights="keep", storage="masked")
+    distributed.Parallel(model)
+    rewire.Gradual(model, sgd(model), sparsity=0.5, every=1, until=2).step()
+
+
 def forgotten(rank: int, world: int) -> Any:
     model = build()
     rewire.SET(model, sgd(model), every=3, until=9).step()
@@ -415,7 +421,7 @@ def numbers(rank: int, world: int) -> Any:
 
 JOBS: list[Job] = [
     *(unused_parameters, different_ways, different_lengths),
-    *(other_connections, other_model, other_optimizer, forgotten),
+    *(other_connections, other_model, other_optimizer, forgotten, handed_over),
     *(stepping_too_early, twice, thawing, buffers, sparse_gradient, uneven, each_alone, numbers),
 ]
 
@@ -478,6 +484,7 @@ def test_ranks_that_go_different_ways_are_told(outcome: Any, job: Job) -> None:
         (other_model, "the processes have different models: 0.bias differs on rank 1 from rank 0"),
         (other_optimizer, "different connections after the rewiring"),
         (forgotten, "rewire.distributed.Parallel(model)"),
+        (handed_over, 'give Gradual storage="masked"'),
         (sparse_gradient, "ValueError: weight has a gradient of layout torch.sparse_coo"),
     ],
 )

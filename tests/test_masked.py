@@ -148,6 +148,25 @@ def test_masked_and_sparse_models_start_alike() -> None:
     )
 
 
+def test_masked_attention_computes_what_sparse_attention_does() -> None:
+    found = {}
+    for storage in ("sparse", "masked"):
+        torch.manual_seed(0)
+        model = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True).double()
+        rewire.sparsify(model, sparsity=0.6, storage=storage)
+        torch.manual_seed(1)
+        x = torch.randn(2, 5, 8, dtype=torch.float64)
+        for mode in (True, False):
+            found[storage, mode] = model.train(mode)(x)
+        counts = [layer.count for layer in layers(model).values()]
+        assert len(counts) == 6
+    for mode in (True, False):
+        torch.testing.assert_close(found["sparse", mode], found["masked", mode])
+    dense = rewire.densify(model)
+    assert isinstance(dense.self_attn, nn.MultiheadAttention)
+    torch.testing.assert_close(dense.eval()(x), found["masked", False])
+
+
 def test_bad_storage() -> None:
     with pytest.raises(ValueError, match="storage"):
         net("csr")

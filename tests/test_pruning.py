@@ -506,6 +506,38 @@ def test_top_kast_forward_is_that_of_the_top_alone() -> None:
     torch.testing.assert_close(layer(x), dense(x))
 
 
+def test_top_kast_restores_dense_values() -> None:
+    """What rests keeps its value to the bit, through momentum and decay, and has it when it comes back."""
+    dense = nn.Linear(4, 1, bias=False)
+    with torch.no_grad():
+        dense.weight.copy_(torch.tensor([[4.0, -3.0, 2.5, -1.3]]))
+    model = rewire.sparsify(
+        nn.Sequential(dense), density=0.25, weights="dense", storage="masked", assignment="uniform"
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+    rewirer = rewire.TopKAST(model, optimizer, every=4)
+    layer = model[0]
+    assert isinstance(layer, rewire.MaskedLinear)
+    x = torch.ones(1, 4)
+    assert layer(x).item() == 4.0
+    for _ in range(8):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()  # pulls what is used towards zero
+        optimizer.step()
+        rewirer.step()
+        assert layer.weight[0, 3].item() == torch.tensor(-1.3).item()
+    with torch.no_grad():
+        layer.weight[0, :3] = 0.1
+    optimizer.param_groups[0]["lr"] = 1e-3  # they stay about there
+    for _ in range(4):
+        optimizer.zero_grad()
+        (0 * model(x)).sum().backward()
+        optimizer.step()
+        rewirer.step()
+    assert layer.mask.tolist() == [[False, False, False, True]]
+    assert layer(x).item() == torch.tensor(-1.3).item()
+
+
 def test_top_kast_penalty() -> None:
     model, optimizer, rewirer = kast(penalty=0.5)
     layer = model[3]
