@@ -127,13 +127,21 @@ void define(nb::module_& m) {
                            at<T>(grad), threads);
     }, free);
     m.def("gradients", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
-                          Address x, const BatchNorm<T>* norm, Address dy, Address z, Address dx, Address grad,
-                          Address bias, Address norm_weight, Address norm_bias, int threads) {
+                          Address x, const BatchNorm<T>* norm, Address dy, Address z, Address y, Address factors,
+                          Address dx, Address grad, Address bias, Address norm_weight, Address norm_bias,
+                          Address norm_factors, int threads) {
+        Reading<T> reading;
+        reading.gate = at<T>(z);
+        if (factors) {
+            const int64_t channels = g.out_channels;
+            reading = {at<T>(factors), at<T>(factors) + 2 * channels, false, nullptr, at<T>(y), at<T>(factors) + channels};
+        }
         gradients<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
-                     at<T>(x), norm, at<T>(dy), at<T>(z),
-                     {at<T>(dx), at<T>(grad), at<T>(bias), at<T>(norm_weight), at<T>(norm_bias)}, threads);
+                     at<T>(x), norm, at<T>(dy), reading,
+                     {at<T>(dx), at<T>(grad), at<T>(bias), {at<T>(norm_weight), at<T>(norm_bias), at<T>(norm_factors)}},
+                     threads);
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
-       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+       nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
     m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
         row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);
     }, free);
@@ -150,17 +158,25 @@ void define(nb::module_& m) {
         batch_norm<T>(table<T>(), p, at<T>(x), at<T>(residual), at<T>(z), threads);
     }, free);
     m.def("batch_norm_gradient", [](const BatchNorm<T>& p, Address x, Address z, Address dz, Address dx,
-                                    Address dresidual, Address dweight, Address dbias, int threads) {
+                                    Address dresidual, Address dweight, Address dbias, Address factors, int threads) {
         batch_norm_gradient<T>(table<T>(), p, at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual),
-                               at<T>(dweight), at<T>(dbias), threads);
+                               {at<T>(dweight), at<T>(dbias), at<T>(factors)}, threads);
     }, free);
-    m.def("max_pool", [](const Pool& p, int64_t channels, Address x, Address y, Address which, int threads) {
-        max_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), at<uint8_t>(which), threads);
+    m.def("settle_gradient", [](Address g, Address x, Address factors, int64_t channels, int64_t len, Address dx,
+                                int threads) {
+        settle_gradient<T>(table<T>(), at<T>(g), at<T>(x), at<T>(factors), channels, len, at<T>(dx), threads);
     }, free);
-    m.def("max_pool_gradient", [](const Pool& p, int64_t channels, Address dy, Address which, Address dx,
+    m.def("max_pool", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address y,
+                         Address which, int threads) {
+        max_pool<T>(table<T>(), p, channels, norm, at<T>(x), at<T>(y), at<uint8_t>(which), threads);
+    }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+    m.def("max_pool_gradient", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address dy,
+                                  Address which, Address dx, Address dweight, Address dbias, Address factors,
                                   int threads) {
-        max_pool_gradient<T>(table<T>(), p, channels, at<T>(dy), at<uint8_t>(which), at<T>(dx), threads);
-    }, free);
+        max_pool_gradient<T>(table<T>(), p, channels, norm, at<T>(x), at<T>(dy), at<uint8_t>(which), at<T>(dx),
+                             {at<T>(dweight), at<T>(dbias), at<T>(factors)}, threads);
+    }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+       nb::arg(), nb::arg(), free);
     m.def("mean_pool", [](const Pool& p, int64_t channels, Address x, Address y, int threads) {
         mean_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), threads);
     }, free);
@@ -200,15 +216,15 @@ NB_MODULE(_native, m) {
                  at<int32_t>(to_outputs), at<int32_t>(to_order), threads);
     }, nb::call_guard<nb::gil_scoped_release>());
 
-    m.def("alias", [](Address weights, int64_t n, Address threshold, Address alias) {
-        build_alias(at<double>(weights), n, at<uint64_t>(threshold), at<int32_t>(alias));
+    m.def("alias", [](Address weights, int64_t n, Address columns) {
+        build_alias(at<double>(weights), n, at<AliasColumn>(columns));
     }, nb::call_guard<nb::gil_scoped_release>());
-    m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address in_threshold,
-                     Address in_alias, Address out_threshold, Address out_alias, Address ptr, Address indices,
-                     Address to_ptr, Address to_indices, int threads) {
-        return draw(stream, draws, n_in, n_out, {at<uint64_t>(in_threshold), at<int32_t>(in_alias)},
-                    {at<uint64_t>(out_threshold), at<int32_t>(out_alias)}, {at<int32_t>(ptr), at<int32_t>(indices)},
-                    at<int32_t>(to_ptr), at<int32_t>(to_indices), threads);
+    m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address inputs,
+                     Address outputs, Address ptr, Address indices, Address to_ptr, Address to_indices,
+                     int threads) {
+        return draw(stream, draws, n_in, n_out, at<AliasColumn>(inputs), at<AliasColumn>(outputs),
+                    {at<int32_t>(ptr), at<int32_t>(indices)}, at<int32_t>(to_ptr), at<int32_t>(to_indices),
+                    threads);
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("complement", [](Address ptr, Address indices, int64_t n_in, int64_t n_out, Address to_ptr,
                            Address to_indices, int threads) {

@@ -30,24 +30,40 @@ void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, T* mean
 template <class T>
 void batch_norm(const Table<T>&, const BatchNorm<T>&, const T* x, const T* residual, T* z, int threads);
 
-// `z` is the output where a residual was added before rectifying, null otherwise. `dweight`, `dbias`
-// and `dresidual` may be null.
+// The gradient of x is g * factors[c] + x * factors[channels + c] + factors[2 * channels + c], where g is
+// what passes the rectifier. Where `factors` are asked for they are computed instead of it, and who needs
+// the gradient does the rest as it reads g and x.
+template <class T>
+struct NormGradients {
+    T *weight, *bias;  // or null
+    T* factors;        // or null
+};
+
+// `z` is the output where a residual was added before rectifying, null otherwise. `dresidual` receives g,
+// or is null. With factors nothing is written to dx.
 template <class T>
 void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const T* z, const T* dz, T* dx,
-                         T* dresidual, T* dweight, T* dbias, int threads);
+                         T* dresidual, const NormGradients<T>&, int threads);
 
-// The same where the rectifier's gradient is in dx already, with sums[2*c] of it and sums[2*c + 1] of it
-// times x - mean over each channel; dx is changed in place.
+// The same where g is in dx already, with sums[2*c] of it and sums[2*c + 1] of it times x - mean over each
+// channel; dx is changed in place.
 template <class T>
-void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const double* sums, T* dx, T* dweight,
-                         T* dbias, int threads);
+void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const double* sums, T* dx,
+                         const NormGradients<T>&, int threads);
 
-// `which` receives the tap of each maximum, or is null.
+// dx = the gradient that g and factors stand for.
 template <class T>
-void max_pool(const Table<T>&, const Pool&, int64_t channels, const T* x, T* y, uint8_t* which, int threads);
+void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len, T* dx,
+                     int threads);
+
+// Of x, or of its batch norm; `which` receives the tap of each maximum, or is null.
 template <class T>
-void max_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const T* dy, const uint8_t* which, T* dx,
-                       int threads);
+void max_pool(const Table<T>&, const Pool&, int64_t channels, const BatchNorm<T>*, const T* x, T* y, uint8_t* which,
+              int threads);
+// With factors dx receives g.
+template <class T>
+void max_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const BatchNorm<T>*, const T* x, const T* dy,
+                       const uint8_t* which, T* dx, const NormGradients<T>&, int threads);
 template <class T>
 void mean_pool(const Table<T>&, const Pool&, int64_t channels, const T* x, T* y, int threads);
 template <class T>

@@ -45,15 +45,23 @@ struct Sum {
     Spread* spread;  // of each row, or null
 };
 
-// How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked; where
-// scale is null, as they are. With a gate of the same shape, zero wherever the gate is not positive.
+// How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked, or plus
+// another tensor of the same shape times its own factor; where scale is null, as they are. With a gate of
+// the same shape, zero wherever the gate is not positive.
 template <class T>
 struct Reading {
-    const T *scale, *shift;
-    bool relu;
-    const T* gate;
+    const T *scale = nullptr, *shift = nullptr;
+    bool relu = false;
+    const T *gate = nullptr, *other = nullptr, *other_scale = nullptr;
 
     bool plain() const { return !scale && !gate; }
+    // The same from an element on.
+    Reading from(int64_t element) const {
+        Reading moved = *this;
+        if (gate) moved.gate += element;
+        if (other) moved.other += element;
+        return moved;
+    }
 };
 
 // grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]].
@@ -103,7 +111,7 @@ struct Table {
     void (*dots)(const Dots<T>&, const Tile&, int64_t row0, int64_t row1);
     // `count` pieces of `len` elements from one spacing to another
     void (*copy)(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len);
-    // the same of a channel that is not read as it is; the gate starts where `from` does
+    // the same of a channel that is not read as it is; gate and other tensor start where `from` does
     void (*read)(const Reading<T>&, int64_t channel, const T* from, int64_t from_step, T* to, int64_t to_step,
                  int64_t count, int64_t len);
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
@@ -111,12 +119,16 @@ struct Table {
     double (*read_pieces)(const T* from, const int32_t* order, int64_t count);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
-    // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x)
-    void (*norm_sums)(const NormGrad<T>&, const T* x, const T* z, const T* dz, double* sums);
+    // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x); g is
+    // written unless null
+    void (*norm_sums)(const NormGrad<T>&, const T* x, const T* z, const T* dz, T* g, double* sums);
     void (*norm_gradient)(const NormGrad<T>&, const double* sums, const T* x, const T* z, const T* dz,
                           T* dx, T* dresidual);
-    void (*max_pool)(const Pool&, const T* x, T* y, uint8_t* which);
-    void (*max_pool_gradient)(const Pool&, const T* dy, const uint8_t* which, T* dx);
+    // of x, or of its batch norm
+    void (*max_pool)(const Pool&, const Norm<T>*, const T* x, T* y, uint8_t* which);
+    // what passes the rectifier of the batch norm, and its sums as above
+    void (*max_pool_gradient)(const Pool&, const NormGrad<T>*, const T* x, const T* dy, const uint8_t* which, T* dx,
+                              double* sums);
     void (*mean_pool)(const Pool&, const T* x, T* y);
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
 };

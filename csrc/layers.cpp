@@ -88,10 +88,8 @@ class Window {
 
     void pack(int64_t channel, int64_t at, T* to) const {
         const T* from = source_.tensor + at;
-        Reading<T> reading = source_.reading;
-        if (reading.plain()) return table_.copy(from, plan_.batch, to, plan_.panel, plan_.width, len_);
-        if (reading.gate) reading.gate += at;
-        table_.read(reading, channel, from, plan_.batch, to, plan_.panel, plan_.width, len_);
+        if (source_.reading.plain()) return table_.copy(from, plan_.batch, to, plan_.panel, plan_.width, len_);
+        table_.read(source_.reading.from(at), channel, from, plan_.batch, to, plan_.panel, plan_.width, len_);
     }
 
     double total(const T* row) const {
@@ -151,9 +149,7 @@ class Sweep {
         const int64_t len = plan_.height * plan_.width * plan_.batch;
         settled_ = Scratch<T>(plan_.channels * len);
         parallel_for(plan_.channels, worth(plan_.channels * len / 4, threads), [&](int64_t c) {
-            Reading<T> reading = source_.reading;
-            if (reading.gate) reading.gate += c * len;
-            table_.read(reading, c, source_.tensor + c * len, len, &settled_[c * len], len, 1, len);
+            table_.read(source_.reading.from(c * len), c, source_.tensor + c * len, len, &settled_[c * len], len, 1, len);
         });
         source_ = {settled_.get()};
     }
@@ -197,9 +193,7 @@ void add_channels(const Table<T>& table, const Plan& plan, const Source<T>& sour
         const Scratch<T> piece(block);
         for (int64_t i = 0; i < len; i += block) {
             const int64_t n = std::min(block, len - i);
-            Reading<T> reading = source.reading;
-            if (reading.gate) reading.gate += c * len + i;
-            table.read(reading, c, x + i, n, piece.get(), n, 1, n);
+            table.read(source.reading.from(c * len + i), c, x + i, n, piece.get(), n, 1, n);
             totals[c] += table.total(piece.get(), n);
         }
     });
@@ -219,7 +213,7 @@ class Affine {
     }
     Reading<T> reading() const {
         if (!norm_) return {};
-        return {scale_.get(), scale_.get() + norm_->channels, norm_->relu, nullptr};
+        return {scale_.get(), scale_.get() + norm_->channels, norm_->relu};
     }
 
    private:
@@ -379,7 +373,7 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
 
 template <class T>
 void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* x,
-               const BatchNorm<T>* norm, const T* dy, const T* z, const Gradients<T>& out, int threads) {
+               const BatchNorm<T>* norm, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
     const Affine<T> affine(norm);
     std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
     bool added = !out.bias;
@@ -389,11 +383,11 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         run_dots<T>(table,
                     {offsets.entries, weight.get(), nullptr, plan.step(), x, out.dx, g.in_plane() * g.batch, nullptr,
                      affine.reading(), norm ? norm->mean : nullptr, norm ? sums.data() : nullptr},
-                    plan, {dy, {nullptr, nullptr, false, z}}, g.in_channels, offsets, out.values,
+                    plan, {dy, reading}, g.in_channels, offsets, out.values,
                     std::exchange(added, true) ? nullptr : totals.data(), threads);
     });
     for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
-    if (norm) batch_norm_gradient(table, *norm, x, sums.data(), out.dx, out.norm_weight, out.norm_bias, threads);
+    if (norm) batch_norm_gradient(table, *norm, x, sums.data(), out.dx, out.norm, threads);
 }
 
 template <class T>
@@ -469,7 +463,7 @@ void by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int6
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
                                      int);                                                                          \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
-                               const BatchNorm<T>*, const T*, const T*, const Gradients<T>&, int);                  \
+                               const BatchNorm<T>*, const T*, const Reading<T>&, const Gradients<T>&, int);   \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

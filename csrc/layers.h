@@ -50,18 +50,18 @@ template <class T>
 void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, T* grad,
                      int threads);
 
-// What `gradients` computes. With a batch norm before the layer, dx is the gradient of its input, and
-// those of its weight and bias are there too. `bias` may be null.
+// What `gradients` computes. With a batch norm before the layer, dx is the gradient of its input, or g of
+// `NormGradients` if factors are asked for. `bias` may be null.
 template <class T>
 struct Gradients {
     T *dx, *values, *bias;
-    T *norm_weight, *norm_bias;
+    NormGradients<T> norm;
 };
 
-// All gradients in one pass over dy, of which only the elements where z is positive count (z null: all).
+// All gradients in one pass over dy, which is read as said.
 template <class T>
 void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x,
-               const BatchNorm<T>* norm, const T* dy, const T* z, const Gradients<T>&, int threads);
+               const BatchNorm<T>* norm, const T* dy, const Reading<T>&, const Gradients<T>&, int threads);
 
 // sums[r] = sum of the r-th row
 template <class T>

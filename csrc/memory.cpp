@@ -11,13 +11,14 @@
 namespace rewire {
 namespace {
 
-constexpr std::size_t kLine = 64;
+constexpr std::size_t kLine = 64, kSlack = std::size_t(256) << 20;
 
 std::size_t rounded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 // Blocks that were given back, the longest unused first. There are a few hundred at most. Used and kept
-// together are at most `limit()`: what was in use at once, and a quarter more, because a rewiring needs
-// blocks of new sizes for a moment and must not cost those of the activations.
+// together are at most `limit()`: what was in use at once and a quarter more, or kSlack more if that is
+// little. At the end of a backward pass blocks of other sizes are in use than at its start, and a rewiring
+// needs new sizes for a moment; neither must cost those of the activations.
 struct Cache {
     struct Block {
         std::size_t bytes;
@@ -27,7 +28,7 @@ struct Cache {
     std::vector<Block> blocks;
     std::size_t used = 0, peak = 0, kept = 0;
 
-    std::size_t limit() const { return peak + peak / 4; }
+    std::size_t limit() const { return peak + std::max(peak / 4, kSlack); }
 
     // Of this size, the last one that was given back: it may still be in the processor's cache.
     void* find(std::size_t bytes) {

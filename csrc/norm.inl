@@ -83,7 +83,7 @@ REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T*
 }
 
 template <class T>
-void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, double* sums) {
+void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, T* to, double* sums) {
     constexpr int lanes = kLanes<T>;
     constexpr int64_t block = 256 * lanes;
     double sum_g = 0, sum_gx = 0;
@@ -93,6 +93,7 @@ void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, double
         for_each_vector<T>(len, [&](int64_t i, int n) {
             const Vec<T> v = get(x + start + i, n);
             const Vec<T> g = passed(p, v, z, dz, start + i, n);
+            if (to) put(to + start + i, g, n);
             a += g;
             b += g * ((v - p.mean) * p.inverse_std);
         });

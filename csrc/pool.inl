@@ -70,18 +70,24 @@ struct Window {
     }
 };
 
-template <class T>
-void max_pool(const Pool& p, const T* x, T* y, uint8_t* which) {
+template <class T, bool kNorm>
+void max_pool_as(const Pool& p, const Norm<T>& norm, const T* x, T* y, uint8_t* which) {
     using Index = typename IndexOf<T>::type;
     using Element = decltype(Index{}[0] + 0);
+    auto read = [&](int64_t i, int n) {
+        const Vec<T> v = get(x + i, n);
+        if constexpr (!kNorm) return v;
+        const Vec<T> out = v * norm.scale + norm.shift;
+        return norm.relu ? rectify<T>(out) : out;
+    };
     Window window;
     for (int64_t o = 0; o < p.out_height * p.out_width; o++) {
         window.of_output(p, o / p.out_width, o % p.out_width);
         for_each_vector<T>(p.batch, [&](int64_t i, int n) {
-            Vec<T> best = get(x + window.at[0] * p.batch + i, n);
+            Vec<T> best = read(window.at[0] * p.batch + i, n);
             Index tap = Index{} + Element(window.tap[0]);
             for (int k = 1; k < window.count; k++) {
-                const Vec<T> v = get(x + window.at[k] * p.batch + i, n);
+                const Vec<T> v = read(window.at[k] * p.batch + i, n);
                 const Index larger = (v > best) | (v != v);
                 best = larger ? v : best;
                 tap = larger ? Index{} + Element(window.tap[k]) : tap;
@@ -93,21 +99,45 @@ void max_pool(const Pool& p, const T* x, T* y, uint8_t* which) {
 }
 
 template <class T>
-void max_pool_gradient(const Pool& p, const T* dy, const uint8_t* which, T* dx) {
+void max_pool(const Pool& p, const Norm<T>* norm, const T* x, T* y, uint8_t* which) {
+    norm ? max_pool_as<T, true>(p, *norm, x, y, which) : max_pool_as<T, false>(p, {}, x, y, which);
+}
+
+template <class T, bool kNorm>
+void max_pool_gradient_as(const Pool& p, const NormGrad<T>& norm, const T* x, const T* dy, const uint8_t* which,
+                          T* dx, double* sums) {
     using Element = decltype(typename IndexOf<T>::type{}[0] + 0);
     Window window;
     for (int64_t h = 0; h < p.height; h++)
-        for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
+        for (int64_t w = 0; w < p.width; w++, dx += p.batch, x += kNorm ? p.batch : 0) {
             window.of_input(p, h, w);
+            Vec<T> total = {}, total_x = {};
             for_each_vector<T>(p.batch, [&](int64_t i, int n) {
                 Vec<T> sum = {};
                 for (int k = 0; k < window.count; k++) {
                     const int64_t at = window.at[k] * p.batch + i;
                     sum += load_taps<T>(which + at, n) == Element(window.tap[k]) ? get(dy + at, n) : Vec<T>{};
                 }
+                if constexpr (kNorm) {
+                    const Vec<T> v = get(x + i, n);
+                    if (norm.relu) sum = v * norm.scale + norm.shift <= Vec<T>{} ? Vec<T>{} : sum;
+                    total += sum;
+                    total_x += sum * ((v - norm.mean) * norm.inverse_std);
+                }
                 put(dx + i, sum, n);
             });
+            if constexpr (kNorm) {
+                sums[0] += double(sum_lanes<T>(total));
+                sums[1] += double(sum_lanes<T>(total_x));
+            }
         }
+}
+
+template <class T>
+void max_pool_gradient(const Pool& p, const NormGrad<T>* norm, const T* x, const T* dy, const uint8_t* which, T* dx,
+                       double* sums) {
+    norm ? max_pool_gradient_as<T, true>(p, *norm, x, dy, which, dx, sums)
+         : max_pool_gradient_as<T, false>(p, {}, x, dy, which, dx, sums);
 }
 
 // One over the number of positions that torch takes the mean of one window over.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "parallel.h"
@@ -33,11 +34,18 @@ Words philox(const Stream& s, uint64_t block) {
     return {{c0, c1, c2, c3}};
 }
 
-int32_t pick(uint64_t word, int64_t n, const Alias& table) {
-    const Wide product = Wide(word) * uint64_t(n);
-    const auto column = int32_t(product >> 64);
-    if (!table.alias || uint64_t(product) < table.threshold[column]) return column;
-    return table.alias[column];
+// units[i] = what words[i * stride] draws from the table, or uniformly. The high word of word * n is a column,
+// the low one a fraction of it. Columns are asked for well before they are looked at.
+void pick(const uint64_t* words, int64_t count, int64_t stride, int64_t n, const AliasColumn* table, int32_t* units) {
+    for (int64_t i = 0; i < count; i++) {
+        units[i] = int32_t(Wide(words[i * stride]) * uint64_t(n) >> 64);
+        if (table) __builtin_prefetch(table + units[i]);
+    }
+    for (int64_t i = 0; table && i < count; i++) {
+        const AliasColumn& column = table[units[i]];
+        const bool below = words[i * stride] * uint64_t(n) < column.threshold;
+        units[i] = below ? units[i] : column.alias;
+    }
 }
 
 int worth(int64_t work, int threads) { return work < (1 << 15) ? 1 : threads; }
@@ -129,94 +137,120 @@ uint64_t reduce(Wide x) {
 
 }  // namespace
 
-void build_alias(const double* weights, int64_t n, uint64_t* threshold, int32_t* alias) {
+void build_alias(const double* weights, int64_t n, AliasColumn* columns) {
     double total = 0;
     int64_t best = 0;
     for (int64_t i = 0; i < n; i++) {
         total += weights[i];
         if (weights[i] > weights[best]) best = i;
     }
-    std::vector<double> share(static_cast<size_t>(n));
-    std::vector<int32_t> small, large;
+    Scratch<double> share(n);
+    Scratch<int32_t> small(n), large(n);  // stacks
+    int64_t smalls = 0, larges = 0;
     for (int64_t i = 0; i < n; i++) {
-        share[size_t(i)] = weights[i] / total * double(n);
-        (share[size_t(i)] < 1 ? small : large).push_back(int32_t(i));
+        share[i] = weights[i] / total * double(n);
+        const bool is_small = share[i] < 1;
+        small[smalls] = large[larges] = int32_t(i);
+        smalls += is_small;
+        larges += !is_small;
     }
-    while (!small.empty() && !large.empty()) {
-        const int32_t s = small.back(), l = large.back();
-        small.pop_back();
-        threshold[s] = uint64_t(share[size_t(s)] * 0x1p64);
-        alias[s] = l;
-        share[size_t(l)] = share[size_t(l)] - (1 - share[size_t(s)]);
-        if (share[size_t(l)] < 1) {
-            large.pop_back();
-            small.push_back(l);
+    while (smalls > 0 && larges > 0) {
+        const int32_t l = large[larges - 1];
+        double left = share[l];
+        while (smalls > 0 && !(left < 1)) {
+            const int32_t s = small[--smalls];
+            columns[s] = {uint64_t(share[s] * 0x1p64), l, 0};
+            left = left - (1 - share[s]);
+        }
+        share[l] = left;
+        if (left < 1) {
+            larges--;
+            small[smalls++] = l;
         }
     }
     // What rounding has left over takes its whole column, unless it must never be taken.
-    for (const auto* rest : {&small, &large})
-        for (const int32_t i : *rest) {
-            threshold[i] = 0;
-            alias[i] = weights[i] > 0 ? i : int32_t(best);
-        }
+    auto keep = [&](int32_t i) { columns[i] = {0, weights[i] > 0 ? i : int32_t(best), 0}; };
+    for (int64_t i = 0; i < smalls; i++) keep(small[i]);
+    for (int64_t i = 0; i < larges; i++) keep(large[i]);
 }
 
-int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const Alias& inputs,
-             const Alias& outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads) {
+int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const AliasColumn* inputs,
+             const AliasColumn* outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads) {
     std::fill(ptr, ptr + n_out + 1, 0);
     if (draws == 0) return 0;
     threads = worth(draws, threads);
     int32_t* input = indices;  // until it holds the result
-    Scratch<int32_t> output(draws), bucket(draws);
-    pieces(draws, 1 << 14, threads, [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i += 2) {
-            const Words words = philox(stream, uint64_t(i / 2));
-            for (int64_t j = 0; j < 2 && i + j < end; j++) {
-                input[i + j] = pick(words.w[2 * j], n_in, inputs);
-                output[i + j] = pick(words.w[2 * j + 1], n_out, outputs);
+    // Bands of output units, few enough that each keeps a cache line at hand while draws are dealt out to
+    // them, and narrow enough that one fits the cache when it is sorted.
+    constexpr int64_t kBands = 1024, kParts = 16, kPiece = 256;
+    int shift = 0;
+    while ((n_out - 1) >> shift >= kBands) shift++;
+    const int64_t bands = ((n_out - 1) >> shift) + 1;
+    const int64_t parts = std::min<int64_t>(kParts, (draws + (1 << 14) - 1) >> 14);
+    const int64_t part = (draws + parts - 1) / parts / 2 * 2 + 2;  // whole blocks of random words
+    Scratch<int32_t> output(draws);
+    Scratch<int64_t> next(parts * bands);
+    parallel_for(parts, threads, [&](int64_t p) {
+        int64_t* count = next.get() + p * bands;
+        std::fill(count, count + bands, 0);
+        uint64_t words[2 * kPiece];
+        const int64_t last = std::min(draws, (p + 1) * part);
+        for (int64_t begin = p * part; begin < last; begin += kPiece) {
+            const int64_t n = std::min(kPiece, last - begin);
+            for (int64_t i = 0; i < n; i += 2) {
+                const Words block = philox(stream, uint64_t((begin + i) / 2));
+                std::copy(block.w, block.w + 4, words + 2 * i);
             }
+            pick(words, n, 2, n_in, inputs, input + begin);
+            pick(words + 1, n, 2, n_out, outputs, output.get() + begin);
+            for (int64_t i = begin; i < begin + n; i++) count[output[i] >> shift]++;
         }
     });
-
-    // By output unit: each part of the draws counts, and then fills, its own places.
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(4, draws / n_out));
-    const int64_t part = (draws + parts - 1) / parts;
-    Scratch<int32_t> next(parts * n_out);
-    parallel_for(parts, threads, [&](int64_t p) {
-        int32_t* count = next.get() + p * n_out;
-        std::fill(count, count + n_out, 0);
-        for (int64_t i = p * part; i < std::min(draws, (p + 1) * part); i++) count[output[i]]++;
-    });
-    std::vector<int32_t> start(size_t(n_out + 1));
-    int32_t total = 0;
-    for (int64_t r = 0; r < n_out; r++) {
-        start[size_t(r)] = total;
-        for (int64_t p = 0; p < parts; p++) {
-            const int32_t count = next[p * n_out + r];
-            next[p * n_out + r] = total;
-            total += count;
-        }
+    std::vector<int64_t> start(size_t(bands + 1));
+    int64_t total = 0;
+    for (int64_t b = 0; b < bands; b++) {
+        start[size_t(b)] = total;
+        for (int64_t p = 0; p < parts; p++) total += std::exchange(next[p * bands + b], total);
     }
-    start[size_t(n_out)] = total;
+    start[size_t(bands)] = total;
+    struct Drawn {
+        int32_t row, input;  // row of the band
+    };
+    Scratch<Drawn> dealt(draws);
     parallel_for(parts, threads, [&](int64_t p) {
-        int32_t* place = next.get() + p * n_out;
-        for (int64_t i = p * part; i < std::min(draws, (p + 1) * part); i++) bucket[place[output[i]]++] = input[i];
+        int64_t* place = next.get() + p * bands;
+        for (int64_t i = p * part; i < std::min(draws, (p + 1) * part); i++)
+            dealt[place[output[i] >> shift]++] = {output[i] & ((1 << shift) - 1), input[i]};
     });
 
-    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
-        std::vector<int32_t> spare;
-        for (int64_t r = begin; r < end; r++) {
-            int32_t* row = bucket.get() + start[size_t(r)];
-            const int64_t n = start[size_t(r + 1)] - start[size_t(r)];
-            sort(row, n, n_in, spare);
-            ptr[r + 1] =
-                int32_t(difference(row, n, active.indices + active.ptr[r], active.indices + active.ptr[r + 1]));
+    // Each band by row, into the memory of `output`, where its new connections stay until all are counted.
+    Scratch<int32_t>& sorted = output;
+    std::vector<int64_t> found(size_t(bands + 1), 0);
+    parallel_for(bands, threads, [&](int64_t b) {
+        const int64_t row = b << shift, rows = std::min(n_out - row, int64_t(1) << shift);
+        const int64_t begin = start[size_t(b)], end = start[size_t(b + 1)];
+        std::vector<int32_t> place(size_t(rows + 1), 0), spare;
+        for (int64_t i = begin; i < end; i++) place[size_t(dealt[i].row + 1)]++;
+        for (int64_t r = 0; r < rows; r++) place[size_t(r + 1)] += place[size_t(r)];
+        for (int64_t i = begin; i < end; i++) sorted[begin + place[size_t(dealt[i].row)]++] = dealt[i].input;
+        int32_t* to = sorted.get() + begin;
+        for (int64_t r = 0, from = 0; r < rows; from = place[size_t(r++)]) {  // place[r] is now where r ends
+            int32_t* mine = sorted.get() + begin + from;
+            const int64_t n = place[size_t(r)] - from;
+            if (n == 0) continue;
+            sort(mine, n, n_in, spare);
+            const int64_t kept = difference(mine, n, active.indices + active.ptr[row + r],
+                                            active.indices + active.ptr[row + r + 1]);
+            to = std::copy_n(mine, kept, to);
+            ptr[row + r + 1] = int32_t(kept);
         }
+        found[size_t(b + 1)] = to - (sorted.get() + begin);
     });
     running_total(ptr, n_out);
-    pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
-        for (int64_t r = begin; r < end; r++)
-            std::copy_n(bucket.get() + start[size_t(r)], ptr[r + 1] - ptr[r], indices + ptr[r]);
+    for (int64_t b = 0; b < bands; b++) found[size_t(b + 1)] += found[size_t(b)];
+    parallel_for(bands, threads, [&](int64_t b) {
+        std::copy_n(sorted.get() + start[size_t(b)], found[size_t(b + 1)] - found[size_t(b)],
+                    indices + found[size_t(b)]);
     });
     return ptr[n_out];
 }

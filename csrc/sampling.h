@@ -13,20 +13,20 @@ struct Stream {
     uint64_t seed, purpose, step, layer;
 };
 
-// Vose's table of one distribution: column j is taken where the fraction is below threshold[j], alias[j]
-// where it is not. Null pointers stand for the uniform distribution.
-struct Alias {
-    const uint64_t* threshold;
-    const int32_t* alias;
+// A column of Vose's table of one distribution: its unit is taken where the fraction is below the threshold,
+// the alias where it is not.
+struct AliasColumn {
+    uint64_t threshold;
+    int32_t alias, unused;
 };
 
 // The table of the distribution in proportion to `weights`, which are finite, not negative, not all zero.
-void build_alias(const double* weights, int64_t n, uint64_t* threshold, int32_t* alias);
+void build_alias(const double* weights, int64_t n, AliasColumn* columns);
 
 // The distinct connections among `draws` independent ones that are not in `active`, by output unit.
-// `indices` has room for all draws; returns how many there are.
-int64_t draw(const Stream&, int64_t draws, int64_t n_in, int64_t n_out, const Alias& inputs, const Alias& outputs,
-             const ByOutput& active, int32_t* ptr, int32_t* indices, int threads);
+// Null tables stand for the uniform distribution. `indices` has room for all draws; returns how many there are.
+int64_t draw(const Stream&, int64_t draws, int64_t n_in, int64_t n_out, const AliasColumn* inputs,
+             const AliasColumn* outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads);
 
 // All connections that are not in `active`.
 void complement(const ByOutput& active, int64_t n_in, int64_t n_out, int32_t* ptr, int32_t* indices, int threads);

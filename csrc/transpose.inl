@@ -19,18 +19,19 @@ void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t coun
     for (int64_t k = 0; k < count; k++) std::memcpy(to + k * to_step, from + k * from_step, sizeof(T) * size_t(len));
 }
 
+// value(element, element of another tensor)
 template <class T, class Value>
-REWIRE_INLINE void read_as(const T* from, const T* gate, int64_t from_step, T* to, int64_t to_step, int64_t count,
+REWIRE_INLINE void read_as(const T* from, const T* other, int64_t from_step, T* to, int64_t to_step, int64_t count,
                            int64_t len, Value&& value) {
     constexpr int lanes = kLanes<T>;
     for (int64_t k = 0; k < count; k++) {
-        const T *x = from + k * from_step, *g = gate + k * from_step;
+        const T *x = from + k * from_step, *y = other + k * from_step;
         T* out = to + k * to_step;
         int64_t i = 0;
-        for (; i + lanes <= len; i += lanes) store<T>(out + i, value(load<T>(x + i), load<T>(g + i)));
+        for (; i + lanes <= len; i += lanes) store<T>(out + i, value(load<T>(x + i), load<T>(y + i)));
         if (i < len) {
             const int rest = int(len - i);
-            store_part(out + i, value(load_part(x + i, rest), load_part(g + i, rest)), rest);
+            store_part(out + i, value(load_part(x + i, rest), load_part(y + i, rest)), rest);
         }
     }
 }
@@ -42,6 +43,11 @@ void read(const Reading<T>& reading, int64_t channel, const T* from, int64_t fro
         return read_as<T>(from, reading.gate, from_step, to, to_step, count, len,
                           [](Vec<T> x, Vec<T> gate) { return gate <= Vec<T>{} ? Vec<T>{} : x; });
     const Vec<T> scale = broadcast<T>(reading.scale[channel]), shift = broadcast<T>(reading.shift[channel]);
+    if (reading.other) {
+        const Vec<T> other = broadcast<T>(reading.other_scale[channel]);
+        return read_as<T>(from, reading.other, from_step, to, to_step, count, len,
+                          [=](Vec<T> x, Vec<T> y) { return x * scale + (y * other + shift); });
+    }
     if (reading.relu)
         return read_as<T>(from, from, from_step, to, to_step, count, len,
                           [=](Vec<T> x, Vec<T>) { return rectify<T>(x * scale + shift); });

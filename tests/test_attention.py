@@ -1,6 +1,7 @@
 """Users' transformers: torch's attention and transformer layers, converted."""
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -269,6 +270,26 @@ def test_a_users_transformer_trains_and_rewires(distribution: str) -> None:
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         torch.testing.assert_close(other.eval()(tokens), model.eval()(tokens))
+
+
+@pytest.mark.parametrize("into", ["dense", "sparse", "meta"])
+def test_a_transformer_is_saved_and_loaded(into: str, tmp_path: Path) -> None:
+    model = rewire.sparsify(encoder(), sparsity=0.7)
+    path = tmp_path / "encoder.safetensors"
+    rewire.save(model, path)
+    with torch.device("meta" if into == "meta" else "cpu"):
+        other: nn.Module = encoder()
+    if into == "sparse":
+        other = rewire.sparsify(other, sparsity=0.9, seed=7)
+    loaded = rewire.load(path, other)
+    assert layers_of(loaded).keys() == layers_of(model).keys()
+    mine, theirs = loaded.state_dict(), model.state_dict()
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    x = torch.randn(2, 5, DIM, dtype=torch.float64)
+    for part in (model, loaded):
+        part.eval()
+    assert torch.equal(loaded(x), model(x))
 
 
 def test_meta_models_are_built_sparse() -> None:

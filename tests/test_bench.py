@@ -3,8 +3,6 @@
 import gc
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +13,6 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import rewire
 from rewire import ops
 from rewire.bench import layers, limits, machine, peers, show, step, timing, workloads
 from rewire.bench.case import CSR, DENSE, FORWARD, OURS, TRAINING, Case, Functions, Result
@@ -30,22 +27,6 @@ def run(*arguments: str | Path) -> Any:
 
 
 # The command line ---------------------------------------------------------------------------------
-
-
-def test_importing_rewire_needs_nothing_of_the_command_line() -> None:
-    code = (
-        "import sys, rewire\n"
-        "for name in ('typer', 'rich', 'matplotlib'): assert name not in sys.modules, name\n"
-        "import rewire.cli\n"
-        "assert 'matplotlib' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_it_runs_as_a_module() -> None:
-    command = [sys.executable, "-m", "rewire", "--version"]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout.strip() == f"rewire {rewire.__version__}"
 
 
 @pytest.mark.parametrize("command", [[], ["bench"], ["bench", "layers"], ["bench", "step"]])

@@ -256,6 +256,54 @@ def test_signals_and_kills_do_not_change_the_result(tmp_path: Path) -> None:
     assert lines(parts) == lines(whole)
 
 
+def test_the_folder_of_the_data_is_remembered(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0)
+    for part, count in (("train", 8), ("val", 2)):
+        for name in ("a", "b"):
+            folder = tmp_path / "images" / "imagenet" / part / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                pixels = noise.integers(256, size=(12, 12, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.JPEG")
+    path, root, moved = tmp_path / "run", tmp_path / "images", tmp_path / "elsewhere"
+    small = (
+        "--dataset",
+        "imagenet",
+        "--model",
+        "mlp",
+        "--image-size",
+        "8",
+        "--batch-size",
+        "8",
+        "--workers",
+        "0",
+    )
+    done = run(
+        "train",
+        *small,
+        *SMALL[:4],
+        "--method",
+        "static",
+        "--epochs",
+        "1",
+        "--root",
+        root,
+        "--out",
+        path,
+    )
+    assert done.exit_code == 0, done.output
+    assert run("eval", path).exit_code == 0
+    root.rename(moved)
+    done = run("eval", path)
+    assert done.exit_code == 1
+    assert str(root) in text(done)
+    for again in (("--root", moved), ()):
+        (path / "model.safetensors").unlink()  # as if it had not come to its end
+        assert run("train", "--resume", path, *again).exit_code == 0
+        assert (path / "model.safetensors").exists()
+    assert run("eval", path).exit_code == 0
+
+
 # Using what was trained ---------------------------------------------------------------------------
 
 

@@ -1,7 +1,5 @@
 """Data: the packaged digits, augmentation, and the order of batches."""
 
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import islice
 
@@ -32,16 +30,6 @@ def assert_same(batches: list[Batch], expected: list[Batch]) -> None:
     for (x, y), (x_expected, y_expected) in zip(batches, expected, strict=True):
         assert torch.equal(x, x_expected)
         assert torch.equal(y, y_expected)
-
-
-def test_importing_rewire_loads_no_data_code() -> None:
-    code = (
-        "import sys, rewire\n"
-        "for name in ('rewire.data', 'pooch', 'PIL', 'requests'): assert name not in sys.modules\n"
-        "import rewire.data\n"
-        "for name in ('pooch', 'PIL', 'requests', 'rich'): assert name not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # Digits -------------------------------------------------------------------------------------------

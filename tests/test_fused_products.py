@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rewire
 from rewire import SparseConv2d, SparseLinear, ops
 from rewire.ops import channels
-from rewire.ops.channels import Norm
+from rewire.ops.channels import Moments, Norm
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
 
@@ -85,7 +85,7 @@ def run(
         norm = Norm(
             *ours[1:], *(batch_moments if training else given_moments), training, 1e-3, True
         )
-    measured = (torch.empty(layer.n_out, dtype=dtype), torch.empty(layer.n_out, dtype=dtype))
+    measured = Moments(*(torch.empty(layer.n_out, dtype=dtype) for _ in range(2)))
     y = ops.conv2d(
         *(ours[0], layer.values, layer.bias, layer.topology, layer._sizes, relu),
         moments=None if relu else measured,
@@ -143,7 +143,7 @@ def test_moments_far_from_zero() -> None:
         layer.values.mul_(1e-3)
         layer.bias.copy_(torch.tensor([10.0, -1000.0, 0.0, 3.0]))
     x = batch_last(torch.randn(64, 4, 12, 12, generator=torch.Generator().manual_seed(0)))
-    moments = (torch.empty(4), torch.empty(4))
+    moments = Moments(torch.empty(4), torch.empty(4))
     y = ops.conv2d(x, layer.values, layer.bias, layer.topology, layer._sizes, moments=moments)
     variance, mean = torch.var_mean(y.detach().double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(moments[0].double(), mean, rtol=1e-6, atol=1e-7)
@@ -163,14 +163,14 @@ def test_bitwise_equal_for_any_number_of_threads(sizes: tuple[int, ...]) -> None
             torch.randn(batch, n_in, height, width, generator=generator)
         ).requires_grad_()
         norm = Norm(torch.ones(n_in), None, *channels.moments(x.detach()), True, 1e-5, True)
-        moments = (torch.empty(layer.n_out), torch.empty(layer.n_out))
+        moments = Moments(torch.empty(layer.n_out), torch.empty(layer.n_out))
         y = ops.conv2d(
             *(x, layer.values, layer.bias, layer.topology, layer._sizes),
             moments=moments,
             norm=norm,
         )
         y.square().sum().backward()
-        results.append((y.detach(), *moments, x.grad, layer.values.grad, layer.bias.grad))
+        results.append((y.detach(), *moments[:2], x.grad, layer.values.grad, layer.bias.grad))
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))

@@ -1,6 +1,6 @@
 """Optimizer state follows the connections, for every optimizer of torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,15 +38,6 @@ OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adafactor": lambda p: optim.Adafactor(p, lr=0.1),
 }
 FRESH = {("Adagrad", "sum"): 0.25, ("Rprop", "step_size"): 0.1}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests are small: two threads would mostly wait for each other where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def model() -> nn.Module:

@@ -25,15 +25,6 @@ STREAM = Stream(seed=7, purpose=sampling.DRAWS, step=3, layer=1)
 needs_kernels = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tests are small: two threads would mostly wait for each other where cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @contextmanager
 def reference() -> Iterator[None]:
     """As if the extension were not there."""

@@ -24,16 +24,14 @@ def by_input(
     order: int,
     threads: int,
 ) -> None: ...
-def alias(weights: int, n: int, threshold: int, alias: int) -> None: ...
+def alias(weights: int, n: int, columns: int) -> None: ...
 def draw(
     stream: Any,
     draws: int,
     n_in: int,
     n_out: int,
-    in_threshold: int,
-    in_alias: int,
-    out_threshold: int,
-    out_alias: int,
+    inputs: int,
+    outputs: int,
     indptr: int,
     indices: int,
     to_indptr: int,

@@ -4,8 +4,8 @@ A product reads, for every connection and every position of the output, one row 
 of work avoids that, because two connections of an output unit share nothing. Those reads come from the
 cache that holds what a task works on: panels of 32 samples of all input units, for a convolution of the
 rows of the image that its kernel covers. Besides, each pass reads and writes whole tensors of
-activations. The time is that of the larger of the two, at the rates this machine has for reading pieces
-of that size.
+activations, which come from wherever all of them together have room. The time is that of the larger of
+the two, at the rates this machine has for reading pieces from so much memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ def convolution(shape: ConvShape, sparsity: float, batch: int, layers: int) -> f
 def _seconds(layers: int, reads: float, window: int, inputs: int, outputs: int) -> float | None:
     """``reads``: elements that one product takes in; ``window``: units of what a task works on."""
     near = rate(window * _PANEL * _ELEMENT)
-    far = rate(max(inputs, outputs) * _ELEMENT // torch.get_num_threads())
+    kept = (inputs + layers * outputs) + (
+        inputs + outputs
+    )  # activations, and gradients on their way
+    far = rate(kept * _ELEMENT // torch.get_num_threads())
     if near is None or far is None:
         return None
     products = 2 * reads * _ELEMENT / near  # both gradients come from one reading

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import combinations
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ from rewire.ops.products import LINEAR
 from rewire.ops.sampling import Stream
 from rewire.sampling import DISTRIBUTIONS, DRAWS, Batch
 
-WIDTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 300_000, 1_000_000)
+WIDTHS = (1_000, 3_000, 10_000, 30_000, 100_000, 180_000, 320_000, 560_000, 1_000_000)
 QUICK_WIDTHS = (1_000, 10_000, 100_000)
 CONNECTIONS = 10  # per unit
 EVERY = 1000  # steps between rewirings, for their share of the time
@@ -241,14 +242,14 @@ def draws(width: int, plan: Plan, rounds: int) -> dict[str, float]:
 
 
 def exponent(points: Sequence[tuple[float, float]]) -> float:
-    """The slope of the line through points in logarithms: 1 for what grows linearly.
+    """The slope in logarithms, 1 for what grows linearly: the median over all pairs of points, so that one
+    point that something else has disturbed does not decide it.
 
-    >>> round(exponent([(10, 3.0), (100, 30.0), (1000, 300.0)]), 6)
+    >>> round(exponent([(10, 3.0), (100, 30.0), (200, 9000.0), (1000, 300.0), (2000, 600.0)]), 6)
     1.0
     """
-    return statistics.linear_regression(
-        [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
-    ).slope
+    logs = sorted((math.log(x), math.log(y)) for x, y in points)
+    return statistics.median((d - b) / (c - a) for (a, b), (c, d) in combinations(logs, 2))
 
 
 @dataclass(frozen=True)

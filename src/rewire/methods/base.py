@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import math
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,9 +15,9 @@ from rewire import communication, optim, sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.methods import together
+from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
 from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
 from rewire.methods.history import History, Rewiring, total
-from rewire.methods.schedule import Fraction, check_choice, check_schedule, cosine
 from rewire.methods.site import Probe, Site, find, parameters
 from rewire.ops.sampling import Stream
 from rewire.sampling import DRAWS, Batch
@@ -81,7 +81,7 @@ class Rewirer:
     ) -> None:
         self.optimizer, self.t = optimizer, 0
         self.every, self.until, self.fraction = every, until, fraction
-        self.scope, self.seed = scope, operator.index(seed)
+        self.scope, self.seed = scope, check_integer("seed", seed)
         check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
         communication.refuse_ddp(model)
@@ -139,12 +139,15 @@ class Rewirer:
     def alpha(self, t: int) -> float:
         """The share of connections to replace at step t."""
         if callable(self.fraction):
-            alpha = float(self.fraction(t))
-            if not 0 <= alpha < 1:
-                raise ValueError(f"fraction({t}) gave {alpha}, expected a number in [0, 1)")
-            return alpha
+            alpha = self.fraction(t)
+            try:
+                if 0 <= float(alpha) < 1:
+                    return float(alpha)
+            except (TypeError, ValueError):
+                pass  # not a number at all
+            raise ValueError(f"fraction({t}) gave {alpha!r}, expected a number in [0, 1)")
         assert self.until is not None
-        return cosine(self.fraction, t, self.until)
+        return self.fraction / 2 * (1 + math.cos(math.pi * min(1.0, t / self.until)))
 
     def due(self, t: int) -> bool:
         """Whether step t, counted from 1, ends with a rewiring."""
@@ -211,7 +214,7 @@ class Rewirer:
     def _explore(self, site: Site, t: int) -> None:
         site.stream = Stream(self.seed, DRAWS, t, site.index)
         site.quota = min(sampling.ceil(self.alpha(t) * site.layer.count), site.free)
-        site.subset = self.explore(site)
+        site.subset, site.explored_beside = self.explore(site), site.active
 
     @property
     def subsets(self) -> dict[str, Connections]:
@@ -231,6 +234,8 @@ class Rewirer:
         optim.check(self.optimizer, parameters(sites))
         if self.guided:
             self.average(sites)
+            for site in sites:
+                site.check_subset()
             sites = [site for site in sites if self.has_seen(site)]
             if not sites:
                 raise RuntimeError(

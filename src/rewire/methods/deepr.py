@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from rewire import optim
 from rewire.connections import Connections
+from rewire.methods.arguments import check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import keep_best, select
 from rewire.methods.sharing import share_out
@@ -57,7 +58,7 @@ class DeepR(Rewirer):
         seed: int = 0,
     ) -> None:
         for name, value in (("l1", l1), ("temperature", temperature)):
-            if value is not None and not 0 <= value < math.inf:
+            if value is not None and not 0 <= check_number(name, value) < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0, got {value}")
         self.l1, self.temperature = l1, temperature
         super().__init__(

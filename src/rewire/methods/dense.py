@@ -6,9 +6,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rewire.communication import Alone
+from rewire.methods.arguments import Fraction
 from rewire.methods.base import Rewirer
 from rewire.methods.history import History
-from rewire.methods.schedule import Fraction
 
 
 class Dense(Rewirer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import ClassVar
 
@@ -10,9 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
+from rewire.methods.arguments import Fraction, check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import keep_best, select
-from rewire.methods.schedule import Fraction
 from rewire.methods.sharing import share_out
 from rewire.methods.site import Site
 
@@ -53,8 +54,8 @@ class DSR(Rewirer):
             raise ValueError(
                 'DSR compares the weights of all layers: leave scope at "global", or use SET'
             )
-        if not threshold > 0:
-            raise ValueError(f"threshold must be positive, got {threshold}")
+        if not 0 < check_number("threshold", threshold) < math.inf:
+            raise ValueError(f"threshold must be positive and finite, got {threshold}")
         self.threshold = threshold
         super().__init__(
             model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed

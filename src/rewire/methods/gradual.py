@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 
 from rewire import sampling
 from rewire.connections import Connections
+from rewire.methods.arguments import check_choice
 from rewire.methods.base import Rewirer
 from rewire.methods.change import select
 from rewire.methods.handover import hand_over
 from rewire.methods.history import Rewiring
-from rewire.methods.schedule import check_choice
 from rewire.methods.site import Site
 
 

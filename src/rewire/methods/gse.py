@@ -8,8 +8,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
+from rewire.methods.arguments import Fraction, check_choice, check_number
 from rewire.methods.base import Rewirer
-from rewire.methods.schedule import Fraction, check_choice
 from rewire.methods.site import Site
 from rewire.sampling import DISTRIBUTIONS
 
@@ -65,7 +65,7 @@ class GSE(Rewirer):
         scope: str = "global",
         seed: int = 0,
     ) -> None:
-        if not subset > 0:
+        if not check_number("subset", subset) > 0:
             raise ValueError(f"subset must be positive: draws per active connection, got {subset}")
         check_choice("distribution", distribution, tuple(DISTRIBUTIONS))
         self.subset, self.distribution = subset, distribution

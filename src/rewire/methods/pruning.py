@@ -22,7 +22,7 @@ from rewire.conversion import (
     plan,
     replace,
 )
-from rewire.methods.schedule import check_choice
+from rewire.methods.arguments import check_choice
 from rewire.nn.fusion import fuse
 from rewire.ops.sampling import select
 from rewire.sparsify import pruned

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 
 from rewire import sampling
 from rewire.communication import Alone
+from rewire.methods.arguments import Fraction
 from rewire.methods.base import Rewirer
-from rewire.methods.schedule import Fraction
 from rewire.methods.site import Site
 from rewire.methods.streaming import Best, DenseGradient
 from rewire.ops import dense

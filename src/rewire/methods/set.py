@@ -6,8 +6,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
+from rewire.methods.arguments import Fraction
 from rewire.methods.base import Rewirer
-from rewire.methods.schedule import Fraction
 from rewire.methods.site import Site
 
 

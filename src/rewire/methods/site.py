@@ -59,6 +59,7 @@ class Site:
     def clear(self) -> None:
         """Forget what belongs to one rewiring."""
         self._active: Connections | None = None
+        self.explored_beside: Connections | None = None  # A as it was then
         self.batch = self.subset = self.gradient = self.pruned = self.grown = None
         self.considered = None
 
@@ -108,6 +109,18 @@ class Site:
         assert self.subset is not None
         gradient = ops.gradient_over(batch.conv, batch.dy, batch.x, sampling.rows(self.subset))
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+    def check_subset(self) -> None:
+        """Raise if S, explored in a backward pass, holds connections that are active by now."""
+        if self.subset is None or self.active is self.explored_beside:
+            return
+        if bool(torch.isin(self.subset.keys(), self.active.keys()).any()):
+            name = self.name or type(self.layer).__name__
+            raise RuntimeError(
+                f"the connections of {name} were replaced between the backward pass that explored "
+                "others to grow and step(): replace them before the backward pass or after step(), or "
+                "load the rewirer's state after the model's"
+            )
 
     def take_subset(self, group: Alone, source: int) -> None:
         """S of process ``source``, for those who have not explored one, with a gradient of zero."""

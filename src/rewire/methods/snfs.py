@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire import sampling
+from rewire.methods.arguments import Fraction, check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import select
-from rewire.methods.schedule import Fraction
 from rewire.methods.sharing import share_out
 from rewire.methods.site import Site
 from rewire.methods.streaming import Best
@@ -52,7 +52,7 @@ class SNFS(Rewirer):
         scope: str = "global",
         seed: int = 0,
     ) -> None:
-        if not 0 <= momentum < 1:
+        if not 0 <= check_number("momentum", momentum) < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
         self.momentum = momentum
         super().__init__(

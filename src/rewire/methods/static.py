@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.optim import Optimizer
 
+from rewire.methods.arguments import Fraction
 from rewire.methods.base import Rewirer
-from rewire.methods.schedule import Fraction
 
 
 class Static(Rewirer):

@@ -24,9 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from rewire.ops import channels, layout, recording
-from rewire.ops.channels import Norm
+from rewire.ops.channels import Moments, Norm, Owed
 
-Moments = tuple[Tensor, Tensor]  # mean and variance by channel
 Compute = Callable[[bool], Tensor]  # rectify -> result
 _WORTHWHILE = 1 << 15  # elements of an output
 
@@ -52,6 +51,7 @@ class _State:
         self.versions = [_version(tensor) for tensor in reads]
         self.grad_mode = torch.is_grad_enabled()
         self.result: Tensor | None = None
+        self.owed = Owed()  # to who reads the result
         self.replaced = False
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -83,6 +83,7 @@ class _State:
         """The plain result."""
         if self.result is None:
             self.result = self.run(lambda: self.compute(False))
+        self.owed.readers += 1
         return self.result
 
 
@@ -121,15 +122,15 @@ class Pending(torch.Tensor):
         if state.result is not None or state.measure is None:
             return self.settle(), None
         measure = state.measure
-        channels = self.shape[1]
-        moments = (torch.empty(channels, dtype=self.dtype), torch.empty(channels, dtype=self.dtype))
+        mean, variance = (torch.empty(self.shape[1], dtype=self.dtype) for _ in range(2))
+        moments = Moments(mean, variance, state.owed)
         state.result = state.run(lambda: measure(moments))
         return state.result, moments
 
     def _rectify(self, in_place: bool) -> Tensor:
         state = self._state
         if state.result is not None:
-            return F.relu(state.result, inplace=in_place)
+            return F.relu(self.settle(), inplace=in_place)
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
                 state.check()
@@ -310,7 +311,7 @@ def _batch_norm(
     if training:
         if size == 1:
             return None  # torch says what is wrong
-        mean, variance = moments or channels.moments(input)
+        mean, variance, owed = moments or (*channels.moments(input), None)
         if running_mean is not None and running_var is not None:
             with torch.no_grad():
                 running_mean.lerp_(mean, momentum)
@@ -319,9 +320,9 @@ def _batch_norm(
     elif running_mean is None or running_var is None:
         return None
     else:
-        mean, variance = running_mean, running_var
+        mean, variance, owed = running_mean, running_var, None
 
-    norm = Norm(weight, bias, mean, variance, training, eps)
+    norm = Norm(weight, bias, mean, variance, training, eps, owed=owed)
 
     def plus(residual: Tensor | None) -> Compute:
         return lambda rectify: channels.batch_norm(input, norm._replace(relu=rectify), residual)
@@ -342,7 +343,14 @@ def _max_pool2d(
 ) -> Tensor | None:
     if ceil_mode or return_indices or dilation not in (1, (1, 1), [1, 1]):
         return None
-    return channels.max_pool2d(input, kernel_size, stride, padding)
+    behind = normalized(input)
+    if behind is not None:
+        (source, *_), norm = behind
+        with torch._C.DisableTorchFunction():
+            pooled = channels.max_pool2d(source, kernel_size, stride, padding, norm)
+        if pooled is not None:
+            return pooled
+    return channels.max_pool2d(settled(input), kernel_size, stride, padding)
 
 
 def _avg_pool2d(
@@ -378,6 +386,7 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
     F.pad: channels.pad,
     Tensor.view: _view,
 }
+_OF_PROMISES = {F.batch_norm, F.max_pool2d, torch.max_pool2d}
 
 
 _IN_PLACE_OPERATORS = {
@@ -417,11 +426,9 @@ class _Fusion(TorchFunctionMode):
         if special is not None and _hooked():
             special = None
         if special is not None and args and isinstance(args[0], Tensor):
-            x = args[0] if func is F.batch_norm else settled(args[0])
+            x = args[0] if func in _OF_PROMISES else settled(args[0])
             if type(x) in (Tensor, Pending):
-                result = special(
-                    x, *pytree.tree_map_only(Pending, Pending.settle, args[1:]), **kwargs
-                )
+                result = special(x, *map(settled, args[1:]), **kwargs)
                 if result is not None:
                     return result
         elif "out" in kwargs or (

@@ -28,6 +28,44 @@ def _kernels(x: Tensor) -> Any | None:
     return native.kernels(x)
 
 
+class Owed:
+    """What is left to do to the gradient of a tensor, by the layer that made it.
+
+    The gradient of a batch norm's input is a weighted sum of a tensor that has just been computed and
+    of that input itself. Where nothing else has read the input, the batch norm returns the first alone;
+    the layer that made the input adds the rest as it reads, and saves a pass over memory.
+    """
+
+    def __init__(self) -> None:
+        self.readers = 0  # autograd functions that will return a gradient of the tensor
+        self._gradient = 0
+        self._factors: Tensor | None = None
+
+    def sole(self) -> bool:
+        """Whether a reader may leave the rest to the layer."""
+        return self.readers == 1
+
+    def leave(self, gradient: Tensor, factors: Tensor) -> None:
+        """Say what is to be done to a gradient that is returned."""
+        self._gradient, self._factors = gradient.data_ptr(), factors
+
+    def take(self, gradient: Tensor) -> Tensor | None:
+        """The factors that belong to the gradient that has arrived, if anything is owed."""
+        if self._factors is None or gradient.data_ptr() != self._gradient:
+            return None
+        factors, self._factors = self._factors, None
+        return factors
+
+
+class Moments(NamedTuple):
+    """Where a layer writes the mean and biased variance of its output by channel, and where readers say
+    what they leave to it."""
+
+    mean: Tensor
+    variance: Tensor
+    owed: Owed | None = None
+
+
 class Norm(NamedTuple):
     """A batch norm. ``training`` says that mean and variance are the batch's own (from
     :func:`moments`), so that gradients flow through them; ``relu`` that a rectifier follows."""
@@ -39,6 +77,25 @@ class Norm(NamedTuple):
     training: bool
     eps: float
     relu: bool = False
+    owed: Owed | None = None
+
+    def read(self) -> None:
+        """An autograd function is going to return a gradient of the input."""
+        if self.owed is not None:
+            self.owed.readers += 1
+
+    def factors(self) -> Tensor | None:
+        """Where the kernels write what is left to do to the gradient; None if nothing may be left."""
+        if self.owed is None or not self.owed.sole():
+            return None
+        return torch.empty(3, self.mean.numel(), dtype=self.mean.dtype)
+
+    def leave(self, gradient: Tensor, factors: Tensor | None) -> Tensor:
+        """``gradient``, of which ``factors`` say what is left to do."""
+        if factors is not None:
+            assert self.owed is not None
+            self.owed.leave(gradient, factors)
+        return gradient
 
     def kernel(self, kernels: Any, x: Tensor) -> Any:
         """What the kernels take, for an input ``x``."""
@@ -64,6 +121,7 @@ class _BatchNorm(torch.autograd.Function):
         kept = z if residual is not None and norm.relu else None
         ctx.save_for_backward(x, weight, bias, norm.mean, norm.variance, kept)
         ctx.options = norm[4:]
+        norm.read()
         return z
 
     @staticmethod
@@ -74,22 +132,28 @@ class _BatchNorm(torch.autograd.Function):
         norm = Norm(weight, bias, mean, variance, *ctx.options)
         dz = layout.to_batch_last(dz)
         shape = tuple(x.shape)
-        dx = native.empty(kernels, shape, layout.strides(shape), x)
-        # Without a rectifier the residual's gradient is dz itself.
-        dresidual = dz if ctx.needs_input_grad[3] else None
-        if dresidual is not None and norm.relu:
-            dresidual = native.empty(kernels, shape, layout.strides(shape), x)
+        factors = norm.factors()
+        # What passes the rectifier, which is also the residual's gradient: dz itself if there is none.
+        passed: Tensor | None = dz
+        if norm.relu:
+            wanted = ctx.needs_input_grad[3] or factors is not None
+            passed = native.empty(kernels, shape, layout.strides(shape), x) if wanted else None
+        if factors is None:
+            dx = native.empty(kernels, shape, layout.strides(shape), x)
+        else:
+            assert passed is not None
+            dx = norm.leave(passed, factors)
         dweight, dbias = (torch.empty_like(mean) for _ in range(2))
         kernels.batch_norm_gradient(
             *(norm.kernel(kernels, x), x.data_ptr(), native.address(z)),
-            *(dz.data_ptr(), dx.data_ptr(), native.address(dresidual) if norm.relu else 0),
-            *(dweight.data_ptr(), dbias.data_ptr(), native.threads()),
+            *(dz.data_ptr(), dx.data_ptr(), native.address(passed) if norm.relu else 0),
+            *(dweight.data_ptr(), dbias.data_ptr(), native.address(factors), native.threads()),
         )
         return (
             dx,
             dweight if weight is not None else None,
             dbias if bias is not None else None,
-            dresidual,
+            passed if ctx.needs_input_grad[3] else None,
             None,
         )
 
@@ -126,6 +190,19 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
+def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
+    """The gradient of ``x``, of which ``factors`` say what is left to do to ``g``."""
+    kernels = native.kernels(x)
+    assert kernels is not None
+    g, shape = layout.to_batch_last(g), tuple(x.shape)
+    dx = native.empty(kernels, shape, layout.strides(shape), x)
+    kernels.settle_gradient(
+        *(g.data_ptr(), x.data_ptr(), factors.data_ptr(), shape[1], x.numel() // shape[1]),
+        *(dx.data_ptr(), native.threads()),
+    )
+    return dx
+
+
 def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted."""
     if residual is not None:
@@ -154,8 +231,18 @@ class _Settle(torch.autograd.Function):
 
 
 class _MaxPool(torch.autograd.Function):
+    """Of ``x``, or of its batch norm, which then has no output in memory."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], out: tuple[int, int]) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm | None,
+        sizes: tuple[int, ...],
+        out: tuple[int, int],
+    ) -> Tensor:
         kernels = native.kernels(x)
         assert kernels is not None
         batch, channels, height, width = x.shape
@@ -166,26 +253,40 @@ class _MaxPool(torch.autograd.Function):
         words = -(-y.numel() // x.element_size()) if x.requires_grad else 0
         which = native.empty(kernels, (words,), (1,), x)
         kernels.max_pool(
-            *(pool, channels, x.data_ptr(), y.data_ptr()),
-            *(which.data_ptr() if which.numel() else 0, native.threads()),
+            *(pool, channels, None if norm is None else norm.kernel(kernels, x)),
+            *(x.data_ptr(), y.data_ptr(), which.data_ptr() if which.numel() else 0),
+            native.threads(),
         )
-        ctx.save_for_backward(which)
+        kept = (None, None, None, None, None) if norm is None else (x, *norm[:4])
+        ctx.save_for_backward(which, *kept)
         ctx.pool, ctx.shape = pool, tuple(x.shape)
+        ctx.options = None if norm is None else norm[4:]
+        if norm is not None:
+            norm.read()
         return y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        (which,) = ctx.saved_tensors
+        which, x, *kept = ctx.saved_tensors
         dy = layout.to_batch_last(dy)
         kernels = native.kernels(dy)
         assert kernels is not None
         dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
+        norm, factors, dweight, dbias = None, None, None, None
+        if ctx.options is not None:
+            norm = Norm(*kept, *ctx.options)
+            factors = norm.factors()
+            norm.leave(dx, factors)
+            dweight, dbias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
         kernels.max_pool_gradient(
-            *(ctx.pool, ctx.shape[1], dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
+            *(ctx.pool, ctx.shape[1], None if norm is None else norm.kernel(kernels, x)),
+            *(native.address(x), dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
+            *(native.address(dweight), native.address(dbias), native.address(factors)),
             native.threads(),
         )
-        return dx, None, None
+        wanted = ctx.needs_input_grad
+        return dx, dweight if wanted[1] else None, dbias if wanted[2] else None, None, None, None
 
 
 class _MeanPool(torch.autograd.Function):
@@ -236,12 +337,15 @@ def _pool_sizes(
     return (*kernel, *step, *pad), (out[0], out[1])
 
 
-def max_pool2d(x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0) -> Tensor | None:
-    """``F.max_pool2d`` of a batch-last tensor, or None where torch has to do it."""
+def max_pool2d(
+    x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, norm: Norm | None = None
+) -> Tensor | None:
+    """``F.max_pool2d`` of a batch-last tensor, after ``norm``, or None where torch has to do it."""
     if x.dim() != 4 or _kernels(x) is None:
         return None
     sizes = _pool_sizes(x, kernel_size, stride, padding)
-    return None if sizes is None else _apply(_MaxPool, x, *sizes)
+    affine = (None, None) if norm is None else norm[:2]
+    return None if sizes is None else _apply(_MaxPool, x, *affine, norm, *sizes)
 
 
 def avg_pool2d(

@@ -20,8 +20,8 @@ from rewire.ops import (
     products,
     recording,
 )
-from rewire.ops.channels import Norm
-from rewire.ops.products import LINEAR, Moments
+from rewire.ops.channels import Moments, Norm
+from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
 
@@ -59,8 +59,11 @@ class _Product(torch.autograd.Function):
         given, x = x, layout.to_batch_last(x)
         y = products.forward(conv, x, values, bias, topology, relu, norm, moments)
         kept = (None,) * 4 if norm is None else norm[:4]
-        ctx.save_for_backward(x, values, y if relu else None, *kept, *topology)
+        ctx.owed = None if moments is None else moments.owed
+        ctx.save_for_backward(x, values, y if relu or ctx.owed else None, *kept, *topology)
         ctx.conv, ctx.norm = conv, None if norm is None else norm[4:]
+        if norm is not None:
+            norm.read()
         # The gradient of a row-major input goes back to where rows are wanted.
         ctx.rows = x is not given and x.dim() == 2
         return layout.to_row_major(y) if row_major else y
@@ -68,14 +71,17 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, values, z, *rest = ctx.saved_tensors
+        x, values, y, *rest = ctx.saved_tensors
         topology = Topology(*rest[4:])
         needs = ctx.needs_input_grad[:5]
         norm = None if ctx.norm is None else Norm(*rest[:4], *ctx.norm)
+        z, owed = (y, None) if ctx.owed is None else (None, ctx.owed.take(dy))
+        left = (z, None if owed is None else (y, owed))
         if ctx.probe is not None:
-            dy, z = dy if z is None else products.rectify_gradient(dy, z), None
+            dy, left = products.complete(dy, *left), (None, None)
             ctx.probe(ctx.conv, x, dy)
-        grads = list(products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm))
+        z, owed = left
+        grads = list(products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed))
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])
         kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))

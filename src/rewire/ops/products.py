@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from rewire.ops import layout, native, reference
-from rewire.ops.channels import Norm
+from rewire.ops import channels, layout, native, reference
+from rewire.ops.channels import Moments, Norm
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
 LINEAR = Convolution()
-Moments = tuple[Tensor, Tensor]  # mean and variance by channel
 
 
 @lru_cache(maxsize=1024)
@@ -120,7 +119,7 @@ def forward(
     geometry, shape = geometry_of(conv, tuple(x.shape), n_out)
     y = native.empty(kernels, shape, layout.strides(shape), x)
     if y.numel():
-        mean, variance = (0, 0) if moments is None else (t.data_ptr() for t in moments)
+        mean, variance = (0, 0) if moments is None else (t.data_ptr() for t in moments[:2])
         kernels.forward(
             *(geometry, topology.indptr.data_ptr(), topology.indices.data_ptr()),
             *(values.data_ptr(), native.address(bias), x.data_ptr()),
@@ -153,6 +152,13 @@ def rectify_gradient(dz: Tensor, z: Tensor) -> Tensor:
     return dy
 
 
+def complete(dy: Tensor, z: Tensor | None, owed: tuple[Tensor, Tensor] | None) -> Tensor:
+    """The gradient of a layer's output once all that is left to do to it is done."""
+    if z is not None:
+        dy = rectify_gradient(dy, z)
+    return dy if owed is None else channels.settle_gradient(dy, *owed)
+
+
 def backward(
     conv: Convolution,
     dy: Tensor,
@@ -162,6 +168,7 @@ def backward(
     needs: Sequence[bool],
     z: Tensor | None = None,
     norm: Norm | None = None,
+    owed: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of input, values, bias and of the weight and bias of ``norm``, an empty tensor for each
     that is not needed.
@@ -170,11 +177,12 @@ def backward(
         needs: which of the first three are.
         z: the output of a rectifier, which ``dy`` has yet to pass.
         norm: what was done to ``x`` on the way in; then input and values are both needed.
+        owed: the layer's output and the factors of what is left to do to ``dy``.
     """
     kernels = native.kernels(x)
     together = needs[0] and needs[1] and kernels is not None
-    if z is not None and not together:
-        dy, z = rectify_gradient(dy, z), None
+    if not together:
+        dy, z, owed = complete(dy, z, owed), None, None
     dx, dw, db, dscale, dshift = (values.new_empty(0) for _ in range(5))
     if kernels is None:
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
@@ -198,8 +206,10 @@ def backward(
         dw = torch.empty_like(values)
     if needs[2]:
         db = torch.empty(n_out, dtype=dy.dtype)
+    factors = None
     if norm is not None:
         dscale, dshift = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
+        factors = norm.factors()
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
@@ -207,9 +217,12 @@ def backward(
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             *(None if norm is None else norm.kernel(kernels, x), dy.data_ptr()),
-            *(native.address(z), dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
-            *(dscale.data_ptr(), dshift.data_ptr(), threads),
+            *(native.address(z), *map(native.address, owed or (None, None))),
+            *(dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
+            *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors), threads),
         )
+        if norm is not None:
+            norm.leave(dx, factors)
         return dx, dw, db, dscale, dshift
     if needs[0]:
         kernels.input_gradient(

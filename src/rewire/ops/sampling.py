@@ -56,10 +56,22 @@ class Stream(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """Vose's table: unit j where a 64-bit fraction is below ``threshold[j]``, else ``alias[j]``."""
+    """Vose's table: unit j where a 64-bit fraction is below ``threshold[j]``, else ``alias[j]``.
 
-    threshold: Tensor  # uint64
-    alias: Tensor  # int32
+    Both are views of ``columns``, where a draw finds all it needs in one place of memory.
+    """
+
+    columns: Tensor  # int32, (units, 4): threshold in the first two, alias, unused
+
+    @property
+    def threshold(self) -> Tensor:
+        """uint64"""
+        return self.columns.view(torch.uint64)[:, 0]
+
+    @property
+    def alias(self) -> Tensor:
+        """int32"""
+        return self.columns[:, 2]
 
 
 def alias_table(weights: Tensor) -> Alias | None:
@@ -73,10 +85,11 @@ def alias_table(weights: Tensor) -> Alias | None:
     if not 0 < total < float("inf"):
         return None
     n = given.numel()
-    table = Alias(torch.empty(n, dtype=torch.uint64), torch.empty(n, dtype=torch.int32))
+    table = Alias(native.integers(4 * n).view(n, 4))
     if native.available():
-        native.module().alias(given.data_ptr(), n, table[0].data_ptr(), table[1].data_ptr())
+        native.module().alias(given.data_ptr(), n, table.columns.data_ptr())
     else:
+        table.columns.zero_()
         _vose(given.numpy(), table.threshold.numpy(), table.alias.numpy())
     return table
 
@@ -121,14 +134,11 @@ def draw(
     rows = Rows(native.integers(n_out + 1), native.integers(draws))
     kept = native.module().draw(
         *(stream._native(), draws, n_in, n_out),
-        *map(native.address, (*(inputs or _UNIFORM), *(outputs or _UNIFORM))),
+        *(0 if table is None else table.columns.data_ptr() for table in (inputs, outputs)),
         *(t.data_ptr() for t in (*active, *rows)),
         native.threads(),
     )
     return Rows(rows.indptr, native.integers(kept).copy_(rows.indices[:kept]))
-
-
-_UNIFORM: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 def _draw(

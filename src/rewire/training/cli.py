@@ -246,6 +246,8 @@ def train(
             settings = {} if config_file is None else configs.read(config_file, method)
             config = configs.resolve(settings | given)
             folder = Folder(Path("runs", config.label) if out is None else out)
+        if root is None and not overwrite:
+            root = folder.root
         data = processes.main_first(
             lambda: load_data(config, root, download=download, workers=workers)
         )
@@ -260,6 +262,7 @@ def train(
         with Interrupts() as interrupts, folder if processes.main else nullcontext():
             if processes.main:
                 folder.claim(config, overwrite=overwrite)
+                folder.remember_root(root)
             distributed.barrier()
             Trainer(job, folder, shown, interrupts, processes, interval).run()
         distributed.teardown()

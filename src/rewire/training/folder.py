@@ -12,12 +12,13 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from rewire import files
-from rewire.training import checkpoint
+from rewire.training import checkpoint, toml
 from rewire.training import config as configs
 from rewire.training.config import Config
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
+DATA = "data.toml"
 _ROUND = "round-"
 
 
@@ -69,6 +70,19 @@ class Folder:
             raise RunError(f"{self.path} holds no run: there is no {CONFIG} in it")
         return configs.resolve(configs.read(self.path / CONFIG))
 
+    @property
+    def root(self) -> Path | None:
+        """Where its data was looked for last, unless that is the usual place."""
+        with suppress(FileNotFoundError):
+            return Path(toml.read(self.path / DATA)["root"])
+        return None
+
+    def remember_root(self, root: Path | None) -> None:
+        """Look for data there from now on. No part of the config: data may be anywhere."""
+        if root is not None:
+            place = str(root.expanduser().absolute())
+            files.write_text(self.path / DATA, toml.dumps({"root": place}))
+
     def claim(self, config: Config, *, overwrite: bool = False) -> bool:
         """Make this the folder of a run; whether it is one already, of the same config, to go on with.
 
@@ -91,7 +105,7 @@ class Folder:
             raise RunError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, CONFIG):
+        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, CONFIG):
             files.remove(self.path / name)
         for path in self.path.glob(f"{_ROUND}*"):
             files.remove(path)

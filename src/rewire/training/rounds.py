@@ -61,6 +61,7 @@ def _round(whole: Trainer, lottery: Lottery) -> tuple[dict[str, Any], nn.Module]
     with folder if whole.processes.main else nullcontext():
         if whole.processes.main:
             folder.claim(config)
+            folder.remember_root(whole.folder.root)
         distributed.barrier()
         trainer = type(whole)(job, folder, *more)
         summary = trainer.run()

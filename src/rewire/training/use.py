@@ -52,7 +52,8 @@ def load(
     loaded = folder.load()
     if loaded is None:
         raise RunError(f"the run in {path} has no checkpoint yet; go on with it first")
-    model = shell(Job(config, load_data(config, root, workers=workers)), loaded.state)
+    data = load_data(config, root or folder.root, workers=workers)
+    model = shell(Job(config, data), loaded.state)
     return model, f"{loaded.path} (unfinished)"
 
 
@@ -60,7 +61,8 @@ def evaluate(
     path: Path, device: torch.device, *, root: Path | None = None, workers: int | None = None
 ) -> Tested:
     """Test the model of a run on its data set."""
-    config = Folder(path).config()
+    folder = Folder(path)
+    config, root = folder.config(), root or folder.root
     model, what = load(path, root=root, workers=workers)
     dataset = load_data(config, root, workers=workers)
     _, loader = dataset.loaders(config.batch_size)

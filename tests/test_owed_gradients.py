@@ -1,0 +1,232 @@
+"""A batch norm leaves a part of its gradient to the convolution before it, where it alone reads that
+convolution's output; whoever else looks at the gradient sees all of it. Each model here is compared with
+its dense twin, which torch runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rewire
+from rewire.ops.channels import Owed
+
+Forward = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """Three convolutions with batch norms; ``way`` says how they are put together."""
+
+    def __init__(self, way: Forward) -> None:
+        super().__init__()
+        self.way = way
+        self.convs = nn.ModuleList(
+            nn.Conv2d(n_in, 8, 3, padding=1, bias=False) for n_in in (3, 8, 8)
+        )
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.way(self, x)
+
+    def unit(self, i: int, x: Tensor) -> Tensor:
+        return F.relu(self.norms[i](self.convs[i](x)))
+
+
+def chain(net: Net, x: Tensor) -> Tensor:
+    return net.unit(2, net.unit(1, net.unit(0, x)))
+
+
+def pooled(net: Net, x: Tensor) -> Tensor:
+    return net.unit(2, F.max_pool2d(net.unit(1, F.max_pool2d(net.unit(0, x), 2)), 3, 2, 1))
+
+
+def pooled_without_rectifier(net: Net, x: Tensor) -> Tensor:
+    return net.unit(1, F.max_pool2d(net.norms[0](net.convs[0](x)), 2))
+
+
+def residual(net: Net, x: Tensor) -> Tensor:
+    first = net.unit(0, x)
+    inner = net.norms[2](net.convs[2](net.unit(1, first)))
+    return F.relu(inner + first)
+
+
+def forked(net: Net, x: Tensor) -> Tensor:
+    """What a batch norm gives goes two ways."""
+    first = net.unit(0, x)
+    return net.unit(1, first) + net.unit(2, first) + F.max_pool2d(first, 3, 1, 1)
+
+
+def looked_at(net: Net, x: Tensor) -> Tensor:
+    """What a convolution gives is used past its batch norm, before and after."""
+    first = net.convs[0](x)
+    normed = F.relu(net.norms[0](first))
+    out = net.unit(1, normed) + first.sin()
+    second = net.convs[2](out)
+    early = second.mean()
+    return F.relu(net.norms[2](second)) * early
+
+
+def normed_twice(net: Net, x: Tensor) -> Tensor:
+    first = net.convs[0](x)
+    return net.convs[1](F.relu(net.norms[0](first))) + net.convs[2](net.norms[1](first))
+
+
+WAYS = [chain, pooled, pooled_without_rectifier, residual, forked, looked_at, normed_twice]
+
+
+def pair(way: Forward, dtype: torch.dtype = torch.float64) -> tuple[Net, Net]:
+    """A sparse model and its dense twin with the same weights."""
+    torch.manual_seed(0)
+    sparse = rewire.sparsify(Net(way).to(dtype), sparsity=0.7)
+    with torch.no_grad():
+        for norm in sparse.norms:
+            norm.weight.uniform_(-1, 1.5)
+            norm.bias.uniform_(-0.5, 0.5)
+    return sparse, rewire.densify(copy.deepcopy(sparse))
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    x = torch.randn(128, 3, 16, 16, dtype=dtype)
+    return x.clone().requires_grad_(), x.clone().requires_grad_()
+
+
+def same_gradients(sparse: Net, dense: Net, x: Tensor, like: Tensor, tolerance: float) -> None:
+    def close(actual: Tensor | None, expected: Tensor | None) -> None:
+        if actual is None or expected is None:
+            assert actual is expected
+            return
+        scale = float(expected.abs().max()) + 1
+        torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance * scale)
+
+    close(x.grad, like.grad)
+    for ours, theirs in zip(sparse.norms, dense.norms, strict=True):
+        close(ours.weight.grad, theirs.weight.grad)
+        close(ours.bias.grad, theirs.bias.grad)
+    for ours, theirs in zip(sparse.convs, dense.convs, strict=True):
+        if theirs.weight.grad is None:
+            assert ours.values.grad is None
+        else:
+            active = spread(ours, torch.ones_like(ours.values))
+            close(spread(ours, ours.values.grad), theirs.weight.grad * active)
+
+
+def spread(layer: nn.Module, values: Tensor) -> Tensor:
+    """One value per connection as a dense weight."""
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.values.copy_(values)
+    weight: Tensor = twin.to_dense().weight.detach()
+    return weight
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_gradients_are_those_of_the_dense_twin(way: Forward, dtype: torch.dtype) -> None:
+    sparse, dense = pair(way, dtype)
+    x, like = inputs(dtype)
+    ours, theirs = sparse(x), dense(like)
+    up = torch.randn_like(theirs)
+    ours.backward(up)
+    theirs.backward(up)
+    same_gradients(sparse, dense, x, like, 1e-11 if dtype == torch.float64 else 3e-4)
+
+
+# Of the batch norms, those whose input nothing else reads (the last of ``pooled`` is too small).
+@pytest.mark.parametrize(
+    ("way", "times"),
+    [(chain, 3), (pooled, 2), (residual, 2), (forked, 2), (normed_twice, 0)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_only_a_sole_reader_leaves_something(
+    way: Forward, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = []
+    monkeypatch.setattr(Owed, "leave", lambda self, *args: left.append(args))
+    sparse, _ = pair(way)
+    sparse(inputs()[0]).sum().backward()
+    assert len(left) == times
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_backward_again(way: Forward) -> None:
+    """A graph that is kept gives the same gradients a second time, in whole or in part."""
+    sparse, _ = pair(way)
+    x, _ = inputs()
+    out = sparse(x).square().mean()
+    last = sparse.convs[1].values
+    (alone,) = torch.autograd.grad(out, last, retain_graph=True)
+    out.backward(retain_graph=True)
+    first = [p.grad.clone() for p in sparse.parameters() if p.grad is not None]
+    assert torch.equal(alone, last.grad)
+    sparse.zero_grad()
+    out.backward()
+    again = [p.grad for p in sparse.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_hooks_see_the_whole_gradient() -> None:
+    seen: list[Tensor] = []
+
+    def watched(net: Net, x: Tensor) -> Tensor:
+        first = net.convs[0](x)
+        second = net.convs[1](F.relu(net.norms[0](first)))
+        first.register_hook(seen.append)  # after the batch norm has read it
+        return F.relu(net.norms[1](second))
+
+    sparse, dense = pair(watched)
+    x, like = inputs()
+    sparse(x).sum().backward()
+    dense(like).sum().backward()
+    torch.testing.assert_close(*seen)
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+def test_probes_see_the_whole_gradient() -> None:
+    sparse, dense = pair(chain)
+    x, like = inputs()
+    seen: list[Tensor] = []
+    sparse.convs[0].probe = lambda conv, x, dy: seen.append(dy)
+    expected: list[Tensor] = []
+    dense.convs[0].register_full_backward_hook(lambda m, gi, go: expected.append(go[0]))
+    sparse(x).sum().backward()
+    dense(like).sum().backward()
+    torch.testing.assert_close(seen[0], expected[0])
+
+
+@pytest.mark.parametrize("frozen", ["input", "values", "norm"])
+def test_frozen_parts(frozen: str) -> None:
+    sparse, dense = pair(residual)
+    x, like = inputs()
+    if frozen == "input":
+        x, like = x.detach(), like.detach()
+    elif frozen == "values":
+        sparse.convs[0].values.requires_grad_(False)
+        dense.convs[0].weight.requires_grad_(False)
+    else:
+        for model in (sparse, dense):
+            model.norms[0].requires_grad_(False)
+    sparse(x).square().sum().backward()
+    dense(like).square().sum().backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+def test_training_follows_the_dense_twin() -> None:
+    sparse, dense = pair(residual)
+    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.01) for m in (sparse, dense))
+    kept = [conv.to_dense().weight != 0 for conv in sparse.convs]
+    x, _ = inputs()
+    for _ in range(5):
+        for model, optimizer in ((sparse, ours), (dense, theirs)):
+            optimizer.zero_grad()
+            model(x.detach()).square().mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for conv, mask in zip(dense.convs, kept, strict=True):
+                conv.weight.mul_(mask)
+    for conv, twin in zip(sparse.convs, dense.convs, strict=True):
+        torch.testing.assert_close(conv.to_dense().weight, twin.weight, rtol=0, atol=1e-11)
