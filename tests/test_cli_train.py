@@ -48,7 +48,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_leaves_its_folder(trained: Path) -> None:
     names = sorted(os.listdir(trained))
-    assert names == ["checkpoints", "config.toml", "metrics.jsonl", "model.safetensors"]
+    assert names == [
+        "checkpoints",
+        "config.toml",
+        "metrics.jsonl",
+        "model.safetensors",
+        "start.safetensors",
+    ]
     assert 'dataset = "digits"' in (trained / "config.toml").read_text()
     assert isinstance(rewire.load(trained / "model.safetensors")[1], rewire.SparseLinear)
 

@@ -9,6 +9,7 @@ import typer
 import rewire
 from rewire.bench.cli import app as bench
 from rewire.data.cli import app as data
+from rewire.report.cli import report
 from rewire.training import cli as training
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app.command()(training.train)
 app.command("eval")(training.evaluate)
 app.command()(training.predict)
 app.command()(training.export)
+app.command()(report)
 app.add_typer(bench, name="bench")
 app.add_typer(data, name="data")
 

@@ -19,6 +19,7 @@ from rewire.nn.sparse import SparseLayer
 from rewire.sparsify import densify, sparsify
 
 _FORMAT = "rewire model 1"
+_CONNECTIONS = "rewire connections 1"
 _ONE = 1e-300  # the density of a layer whose connections are about to be loaded
 
 Path_ = str | os.PathLike[str]
@@ -54,6 +55,27 @@ def save(model: nn.Module, path: Path_, *, notes: Mapping[str, Any] | None = Non
         "build": models.built_with(model),
         "notes": dict(notes or {}),
     }
+    metadata = {"rewire": json.dumps(about)}
+    files.write(Path(path), lambda hidden: save_file(tensors, hidden, metadata))
+
+
+def save_connections(
+    model: nn.Module, path: Path_, *, notes: Mapping[str, Any] | None = None
+) -> None:
+    """Write which connections the sparse layers of a model have, without weights, to a safetensors file.
+
+    For each layer it holds ``NAME.indptr`` and ``NAME.indices``, as the layer has them, and its sizes.
+    """
+    from safetensors.torch import save_file
+
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, SparseLayer)}
+    tensors = {
+        f"{name}.{part}": getattr(layer, part).to("cpu", copy=True)
+        for name, layer in layers.items()
+        for part in ("indptr", "indices")
+    }
+    sizes = {name: [layer.n_out, layer.n_in] for name, layer in layers.items()}
+    about = {"format": _CONNECTIONS, "sizes": sizes, "notes": dict(notes or {})}
     metadata = {"rewire": json.dumps(about)}
     files.write(Path(path), lambda hidden: save_file(tensors, hidden, metadata))
 

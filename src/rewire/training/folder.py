@@ -18,7 +18,7 @@ from rewire.training.config import Config
 
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
-DATA = "data.toml"
+DATA, START = "data.toml", "start.safetensors"
 _ROUND = "round-"
 
 
@@ -44,6 +44,11 @@ class Folder:
     def model(self) -> Path:
         """The final model."""
         return self.path / MODEL
+
+    @property
+    def start(self) -> Path:
+        """The connections that training began with; not there if the model was dense."""
+        return self.path / START
 
     @property
     def checkpoints(self) -> Path:
@@ -105,7 +110,7 @@ class Folder:
             raise RunError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, CONFIG):
+        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, START, CONFIG):
             files.remove(self.path / name)
         for path in self.path.glob(f"{_ROUND}*"):
             files.remove(path)

@@ -16,6 +16,7 @@ import rewire
 from rewire import flops, saving
 from rewire.data import Loader
 from rewire.methods import Rewiring
+from rewire.nn.sparse import SparseLayer
 from rewire.training import methods, rounds
 from rewire.training.folder import Folder
 from rewire.training.interrupts import Interrupted, Interrupts
@@ -94,6 +95,7 @@ class Trainer:
         if loaded is None:
             self._take(methods.start(self.job))
             position = 0
+            self._save_start()
         else:
             for problem in loaded.damaged:
                 self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
@@ -105,6 +107,12 @@ class Trainer:
             self.folder.open_metrics(position)
         self._clock = self._saved = time.perf_counter()
         self._saved_step = self.step
+
+    def _save_start(self) -> None:
+        """Write the first connections, for pictures of what becomes of them."""
+        sparse = any(isinstance(module, SparseLayer) for module in self.model.modules())
+        if sparse and self.folder is not None and self.processes.main:
+            saving.save_connections(self.model, self.folder.start, notes=self.job.notes())
 
     def _take(self, model: nn.Module) -> None:
         self.model = model.train()
@@ -349,6 +357,9 @@ def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _rewiring(r: Rewiring) -> dict[str, Any]:
+    """Its line; layers are in it if connections moved between them."""
+    moved = any(layer.grown != layer.pruned for layer in r.layers.values())
+    layers = {"layers": {name: layer.active for name, layer in r.layers.items()}} if moved else {}
     return {
         "event": "rewiring",
         "step": r.step,
@@ -359,6 +370,7 @@ def _rewiring(r: Rewiring) -> dict[str, Any]:
         "subset": r.subset,
         "turnover": r.turnover,
         "explored": r.explored,
+        **layers,
     }
 
 

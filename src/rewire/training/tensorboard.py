@@ -11,7 +11,7 @@ from rewire.training.progress import Progress
 if TYPE_CHECKING:
     from rewire.training.loop import Trainer
 
-_NOT_SHOWN = ("event", "epoch", "step")
+_NOT_SHOWN = ("event", "epoch", "step", "layers")
 
 
 class Logged(Progress):
