@@ -228,6 +228,23 @@ def test_an_own_model_is_loaded_into_an_instance(into: str, tmp_path: Path) -> N
     assert torch.equal(loaded(x), model(x))
 
 
+@pytest.mark.parametrize("weights", ["fresh", "dense"])
+def test_masked_models_come_back(weights: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    how: dict[str, Any] = {"storage": "masked", "weights": weights, "keep_dense": "last"}
+    model = rewire.sparsify(Own(), sparsity=0.7, **how)
+    rewire.save(model, path)
+    for shell in (Own(), rewire.sparsify(Own(), sparsity=0.2, storage="masked", keep_dense="last")):
+        loaded = rewire.load(path, shell)
+        assert loaded is shell
+        assert equal_models(loaded, model)
+        found = [m for m in loaded.modules() if isinstance(m, rewire.ConnectedLayer)]
+        assert found
+        assert all(isinstance(layer, rewire.MaskedLayer) for layer in found)
+        x = torch.randn(2, 1, 8, 8)
+        assert torch.equal(loaded.eval()(x), model.eval()(x))
+
+
 def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with pytest.raises(FileNotFoundError, match="no file"):

@@ -66,6 +66,32 @@ def test_it_tells_how_it_went(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
+def test_a_lottery_tells_of_its_rounds(tmp_path: Path) -> None:
+    arguments = ("--method", "lottery", *SMALL[:10], "--rounds", "0,0.5,0.8", "--out", tmp_path)
+    done = run("train", *arguments, "--json")
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["event"] for line in lines] == [*(["epoch", "epoch", "round"] * 3), "end"]
+    assert [line["sparsity"] for line in lines if line["event"] == "round"] == [0, 0.5, 0.8]
+    assert run("eval", tmp_path / "round-1").exit_code == 0
+    told = run("train", *arguments, "--overwrite")
+    assert told.exit_code == 0, told.output
+    assert told.stdout.count("mlp on digits by lottery") == 3
+    done = run("train", "--resume", tmp_path / "round-0")
+    assert "is finished" in text(done)
+
+
+@pytest.mark.parametrize("method", ["gse", "rigl"])
+def test_masks_can_stand_in_for_sparse_layers(method: str, tmp_path: Path) -> None:
+    done = run(
+        "train", *SMALL, "--method", method, "--storage", "masked", "--out", tmp_path / "run"
+    )
+    assert done.exit_code == 0, done.output
+    model = rewire.load(tmp_path / "run" / "model.safetensors")
+    assert isinstance(model[1], rewire.MaskedLinear)
+    assert run("eval", tmp_path / "run").exit_code == 0
+
+
 def test_quiet_tells_nothing(tmp_path: Path) -> None:
     done = run("train", *SMALL, "--quiet", "--out", tmp_path / "run")
     assert (done.exit_code, done.output) == (0, "")
@@ -119,7 +145,7 @@ def test_the_same_command_again_says_that_it_is_finished(trained: Path) -> None:
     ("arguments", "message"),
     [
         (["--sparsity", "95"], "0.95 is 95 %"),
-        (["--method", "magic"], "no method 'magic'; choose one of gse"),
+        (["--method", "magic"], "no method 'magic'; choose one of dense"),
         (["--model", "vgg16"], "vgg16 takes images in colour"),
         (["--dataset", "mnist"], "there is no data set 'mnist'"),
         (["--drops", "a"], "'a' must be epochs"),

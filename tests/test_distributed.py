@@ -116,6 +116,14 @@ METHODS: dict[str, Callable[..., rewire.Rewirer]] = {
     "set": lambda m, o: rewire.SET(m, o, every=2, until=20),
     "dsr": lambda m, o: rewire.DSR(m, o, every=2, until=20, threshold=0.05),
     "deepr": lambda m, o: rewire.DeepR(m, o, l1=0.05, temperature=0.01),
+    "rigl": lambda m, o: rewire.RigL(m, o, every=2, until=20),
+    "snfs": lambda m, o: rewire.SNFS(m, o, every=2, until=20),
+    "graest masked": lambda m, o: rewire.GSE(m, o, every=2, until=20, distribution="graest"),
+    "topkast": lambda m, o: rewire.TopKAST(m, o, every=2, until=20, penalty=0.5),
+}
+STARTS = {
+    "graest masked": {"storage": "masked"},
+    "topkast": {"storage": "masked", "weights": "dense"},
 }
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
@@ -125,9 +133,9 @@ CASES = [(m, o) for m in METHODS for o in OPTIMIZERS]
 STEPS, BATCH = 10, 12
 
 
-def build(seed: int = 0) -> nn.Module:
+def build(seed: int = 0, **how: Any) -> nn.Module:
     torch.manual_seed(seed)
-    return rewire.sparsify(Net().double(), sparsity=0.6, seed=seed)
+    return rewire.sparsify(Net().double(), sparsity=0.6, seed=seed, **how)
 
 
 def share(rank: int, world: int, *tensors: Tensor) -> list[Tensor]:
@@ -142,7 +150,7 @@ def batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
 
 def train(rank: int, world: int, method: str, optimizer: str, micro: int = 1) -> dict[str, Any]:
     """A run; its ranks start from different models."""
-    model = build(seed=rank)
+    model = build(seed=rank, **STARTS.get(method, {}))
     parallel = distributed.Parallel(model, bucket_bytes=2000)
     opt = OPTIMIZERS[optimizer](model.parameters())
     rewirer = METHODS[method](model, opt)
@@ -295,6 +303,12 @@ def other_optimizer(rank: int, world: int) -> Any:
         rewirer.step()
 
 
+def handed_over(rank: int, world: int) -> None:
+    model = rewire.sparsify(Net(), density=1, weights="keep", storage="masked")
+    distributed.Parallel(model)
+    rewire.Gradual(model, sgd(model), sparsity=0.5, every=1, until=2).step()
+
+
 def forgotten(rank: int, world: int) -> Any:
     model = build()
     rewire.SET(model, sgd(model), every=3, until=9).step()
@@ -408,7 +422,7 @@ def numbers(rank: int, world: int) -> Any:
 
 JOBS: list[Job] = [
     *(unused_parameters, different_ways, different_lengths),
-    *(other_connections, other_model, other_optimizer, forgotten),
+    *(other_connections, other_model, other_optimizer, forgotten, handed_over),
     *(stepping_too_early, twice, thawing, buffers, sparse_gradient, uneven, each_alone, numbers),
 ]
 
@@ -471,6 +485,7 @@ def test_ranks_that_go_different_ways_are_told(outcome: Any, job: Job) -> None:
         (other_model, "the processes have different models: 0.bias differs on rank 1 from rank 0"),
         (other_optimizer, "different connections after the rewiring"),
         (forgotten, "rewire.distributed.Parallel(model)"),
+        (handed_over, 'give Gradual storage="masked"'),
         (sparse_gradient, "ValueError: weight has a gradient of layout torch.sparse_coo"),
     ],
 )

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from rewire import data
+from rewire.methods import METHODS
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 Run = Callable[..., str]
 
@@ -50,6 +53,34 @@ def test_methods_are_compared_and_a_run_goes_on(run: Run, tmp_path: Path) -> Non
         run("compare_methods.py", *arguments, "--lr", "1")
     with pytest.raises(SystemExit, match="--images must be between 128 and 1297"):
         run("compare_methods.py", "--images", "2000")
+
+
+DST = ["static", "rigl", "topkast", "set", "gse", "dsr", "deepr", "snfs"]
+
+
+def rows_of(output: str) -> dict[str, list[str]]:
+    """The cells of the table's lines, by method."""
+    lines = (line.split("│") for line in output.splitlines() if line.startswith("│"))
+    return {cells[1].strip(): [cell.strip() for cell in cells[2:-1]] for cells in lines}
+
+
+def test_all_methods_are_trained(run: Run) -> None:
+    rows = rows_of(run("all_methods.py", "--steps", "10"))
+    assert list(rows) == list(METHODS)
+    for name, (accuracy, began, ended, *_) in rows.items():
+        assert float(accuracy.rstrip("%")) > 0
+        assert name not in DST or began == ended
+        assert name == "dense" or ended in ("6,001", "6,002")
+
+
+@pytest.mark.slow
+def test_all_methods_are_trained_on_cifar10(run: Run) -> None:
+    if data.find("cifar10") is None:
+        pytest.skip("there is no CIFAR-10 here: rewire data get cifar10")
+    arguments = ("--dataset", "cifar10", "--model", "vgg16", "--images", "2560", "--steps", "20")
+    rows = rows_of(run("all_methods.py", *arguments))
+    assert list(rows) == list(METHODS)
+    assert all(rows[name][1] == rows[name][2] for name in DST)
 
 
 def test_an_own_loop_trains_stops_goes_on_saves_and_loads(run: Run, tmp_path: Path) -> None:

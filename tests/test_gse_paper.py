@@ -1765,7 +1765,7 @@ def test_the_history_says_what_happened(scope: str) -> None:
 METHODS: dict[str, Callable[..., Any]] = {
     "GSE": lambda *a, **k: rewire.GSE(*a, until=40, **({"every": 2} | k)),
     "SET": lambda *a, **k: rewire.SET(*a, until=40, **({"every": 2} | k)),
-    "SET global": lambda *a, **k: rewire.SET(*a, until=40, scope="global", **({"every": 2} | k)),
+    "SET layer": lambda *a, **k: rewire.SET(*a, until=40, scope="layer", **({"every": 2} | k)),
     "Static": lambda *a, **k: rewire.Static(*a, **k),
     "DSR": lambda *a, **k: rewire.DSR(*a, until=40, threshold=0.05, **({"every": 2} | k)),
     "DeepR": lambda *a, **k: rewire.DeepR(*a, l1=0.3, temperature=0.01, **k),
@@ -1807,7 +1807,7 @@ def test_methods_keep_the_budget_and_what_survives(make: Make, method: str) -> N
             momentum = state_by_key(optimizer, layer)["momentum_buffer"]
             assert all(momentum[key] == states[i]["momentum_buffer"][key] for key in kept)
             assert all(momentum[key] == 0 for key in grown[i])
-        if method in ("SET", "Static", "DeepR"):
+        if method in ("SET layer", "Static", "DeepR"):
             assert [len(keys) for keys in now] == budget
     assert (changed > 0) == (method != "Static")
     assert [id(p) for p in model.parameters()] == [id(p) for p in parameters]

@@ -53,7 +53,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name, method in (
             ("gse-80", ["--method", "gse", "--sparsity", "0.8", *REWIRED]),
             ("gse-90", ["--method", "gse", "--sparsity", "0.9", *REWIRED]),
-            ("set-90", ["--method", "set", "--sparsity", "0.9", *REWIRED]),
+            ("set-90", ["--method", "set", "--scope", "layer", "--sparsity", "0.9", *REWIRED]),
         ):
             path = top / f"{name}-{seed}"
             assert run("train", *SMALL, *method, "--seed", str(seed), "--out", path).exit_code == 0

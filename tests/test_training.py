@@ -1,11 +1,13 @@
 """Runs: their config, schedule and loop, and that interrupted ones end as others do."""
 
 import json
+import math
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from rewire.training.interrupts import Interrupted, Interrupts
 from rewire.training.interval import Interval
 from rewire.training.job import Job, load_data
 from rewire.training.loop import Trainer
-from rewire.training.methods import METHODS, Method
+from rewire.training.methods import METHODS
 from rewire.training.progress import Lines, Progress, Screen
 
 # Configs ------------------------------------------------------------------------------------------
@@ -80,7 +82,7 @@ def test_the_recipe_is_the_papers() -> None:
         ({"drops": 80}, "drops must be a list of numbers"),
         ({"drops": [120, 80]}, "in order"),
         ({"keep_dense": "a"}, "keep_dense must be a list of words"),
-        ({"method": "adam"}, "there is no method 'adam'; choose one of gse"),
+        ({"method": "adam"}, "there is no method 'adam'; choose one of dense, lottery"),
         ({"model": "gpt"}, "there is no model 'gpt'"),
         ({"method": "set", "subset": 2}, "set has no subset"),
         ({"method": "dense", "every": 2}, "dense has no every"),
@@ -89,6 +91,10 @@ def test_the_recipe_is_the_papers() -> None:
         ({"seed": -1}, "seed must be at least 0"),
         ({"fraction": 1.0}, "fraction must be"),
         ({"distribution": "normal"}, "no distribution 'normal'"),
+        ({"storage": "dense"}, "no storage 'dense'"),
+        ({"method": "topkast", "storage": "sparse"}, "topkast has no storage"),
+        ({"method": "lottery", "sparsity": 0.9, "rounds": [0, 0.5]}, "end with the sparsity 0.9"),
+        ({"method": "lottery", "sparsity": 0.5, "rounds": [0, 0.7, 0.5]}, "rounds must ascend"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], message: str) -> None:
@@ -191,12 +197,25 @@ def job_of(**given: Any) -> Job:
 RUNS: dict[str, dict[str, Any]] = {
     "gse": {"every": 5},
     "graest": {"every": 5, "distribution": "graest", "scope": "layer"},
+    "gse masked": {"every": 5, "storage": "masked"},
     "set": {"method": "set", "every": 5},
+    "rigl": {"method": "rigl", "every": 5},
+    "snfs": {"method": "snfs", "every": 5},
     "dsr": {"method": "dsr", "every": 5},
     "deepr": {"method": "deepr"},
+    "topkast": {"method": "topkast", "every": 5},
+    "gradual": {"method": "gradual", "every": 5},
+    "gradual masked": {"method": "gradual", "every": 5, "storage": "masked"},
+    "snip": {"method": "snip"},
+    "grasp": {"method": "grasp", "scope": "layer"},
+    "synflow": {"method": "synflow"},
     "static": {"method": "static", "optimizer": "adam"},
     "dense": {"method": "dense", "warmup": 0.5, "label_smoothing": 0.1},
 }
+
+
+def test_all_methods_but_the_lottery_are_among_these_runs() -> None:
+    assert {given.get("method", "gse") for given in RUNS.values()} == {*METHODS} - {"lottery"}
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -218,11 +237,20 @@ def images(count: int = 96) -> Dataset:
     return Dataset("images", split, replace(split, pad=0, flip=False), ("a", "b", "c"))
 
 
-@pytest.mark.parametrize("method", ["gse", "dense"])
-def test_so_does_one_with_dropout_and_batch_norm(method: str, tmp_path: Path) -> None:
+CONVOLUTIONAL: dict[str, dict[str, Any]] = {
+    "gse": {"every": 2, "until": 2, "distribution": "grabo"},
+    "set masked": {"every": 2, "until": 2, "storage": "masked"},
+    "topkast": {"every": 2, "until": 2},
+    "gradual": {"every": 1, "until": 1},
+    "snip": {},
+    "dense": {},
+}
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONAL)
+def test_so_does_one_with_dropout_and_batch_norm(name: str, tmp_path: Path) -> None:
     given = {"dataset": "cifar10", "model": "vgg11", "width": 0.25, "batch_size": 32, "epochs": 2}
-    given |= {"method": method, "drops": [1], "lr": 0.01}
-    given |= {"every": 2, "until": 2, "distribution": "grabo"} if method == "gse" else {}
+    given |= {"method": name.split()[0], "drops": [1], "lr": 0.01, **CONVOLUTIONAL[name]}
     job = Job(resolve(given), images())
     run(job, tmp_path / "whole")
     run(job, tmp_path / "parts", {1, 2, 3, 5})
@@ -404,48 +432,101 @@ def test_two_processes_cannot_share_a_folder(tmp_path: Path) -> None:
         pass
 
 
-# Methods that exchange the model --------------------------------------------------------------------
+# Methods that need more than a rewirer ----------------------------------------------------------------
 
 
-def test_a_method_can_prune_before_training_and_exchange_the_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def start(job: Job) -> nn.Module:
-        x, y = job.samples(3)
-        assert y.tolist() == [c for c in range(10) for _ in range(3)]
-        assert x.shape == (30, 1, 8, 8)
-        return job.dense()
-
-    def after_step(trainer: Trainer) -> None:
-        if trainer.step == 13:
-            trainer.swap(
-                rewire.sparsify(trainer.model, trainer.job.config.sparsity, weights="keep")
-            )
-
-    def shell(job: Job, state: Any) -> nn.Module:
-        return job.sparse() if state["stage"] else job.dense()
-
-    late = Method("dense, then sparse", start, after_step=after_step, shell=shell)
-    monkeypatch.setitem(methods.METHODS, "late", late)
-    job = job_of(method="late")
-    run(job, tmp_path / "whole")
-    run(job, tmp_path / "parts", {5, 12, 13, 14, 22})
-    assert result(tmp_path / "parts") == result(tmp_path / "whole")
-    model = rewire.load(tmp_path / "whole" / "model.safetensors")
-    assert any(isinstance(module, rewire.SparseLayer) for module in model.modules())
+def layers_of(model: nn.Module) -> list[rewire.ConnectedLayer]:
+    return [m for m in model.modules() if isinstance(m, rewire.ConnectedLayer)]
 
 
-def test_a_swap_keeps_the_state_of_parameters_that_stay() -> None:
-    job = job_of(method="dense")
+def test_pruning_sees_ten_images_of_every_class() -> None:
+    job = job_of(method="snip", batch_size=32)
+    batches = job.batches(10)
+    assert [len(y) for _, y in batches] == [32, 32, 32, 4]
+    labels = torch.cat([y for _, y in batches])
+    assert labels.tolist() == 10 * list(range(10))
+    assert batches[0][0].shape == (32, 1, 8, 8)
+    again = replace(job, config=replace(job.config, seed=1)).batches(10)
+    assert not torch.equal(batches[0][0], again[0][0])
+
+
+def test_gradual_becomes_sparse_in_the_run(tmp_path: Path) -> None:
+    job = job_of(method="gradual", every=5)
     trainer = Trainer(job)
-    trainer.begin()
-    trainer._step(*next(iter(trainer.train)))
-    old = {n: trainer.optimizer.state[p] for n, p in trainer.model.named_parameters()}
-    trainer.swap(rewire.sparsify(trainer.model, 0.5, weights="keep"), {"1.values": {"x": 1}})
-    new = {n: trainer.optimizer.state.get(p) for n, p in trainer.model.named_parameters()}
-    assert new["1.bias"] is old["1.bias"]
-    assert new["1.values"] == {"x": 1}
-    assert new["3.values"] is None
+    trainer.run()
+    assert all(isinstance(layer, rewire.SparseLayer) for layer in layers_of(trainer.model))
+    densities = [r.active / r.possible for r in cast(rewire.Gradual, trainer.rewirer).history]
+    assert densities == sorted(densities, reverse=True)
+    assert trainer.density == densities[-1] == pytest.approx(0.2, abs=1e-3)
+
+
+LOTTERY = {"method": "lottery", "rounds": [0, 0.5, 0.8]}
+
+
+def test_a_lottery_gives_every_sparsity_on_its_way(tmp_path: Path) -> None:
+    job = job_of(**LOTTERY)
+    run(job, tmp_path)
+    lines = result(tmp_path)[1]
+    assert [line["event"] for line in lines] == ["round", "round", "round", "end"]
+    assert [line["sparsity"] for line in lines[:3]] == [0, 0.5, 0.8]
+    assert lines[3]["training_flops"] == sum(line["training_flops"] for line in lines[:3])
+    before: rewire.Connections | None = None
+    for number, share in enumerate((1.0, 0.5, 0.2)):
+        model = rewire.load(tmp_path / f"round-{number}" / "model.safetensors")
+        found = layers_of(model)
+        if number:
+            total = sum(layer.n_in * layer.n_out for layer in found)
+            assert sum(layer.count for layer in found) == math.ceil(share * total - 1e-6)
+            now = found[0].connections
+            assert before is None or bool(torch.isin(now.keys(), before.keys()).all())
+            before = now
+    final = rewire.load(tmp_path / "model.safetensors").state_dict()
+    assert all(torch.equal(tensor, final[key]) for key, tensor in model.state_dict().items())
+
+
+def test_a_lottery_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
+    job = job_of(**LOTTERY)
+    run(job, tmp_path / "whole")
+    # The first round stops at the first of these, and so on: every round is interrupted.
+    notes = run(job, tmp_path / "parts", {4, 10, 19, 25}, every=3)
+    assert len([note for note in notes if note.startswith("Going on")]) == 4
+    assert result(tmp_path / "parts") == result(tmp_path / "whole")
+    for number in range(3):
+        mine, theirs = (tmp_path / name / f"round-{number}" for name in ("parts", "whole"))
+        assert result(mine) == result(theirs)
+
+
+def test_a_finished_round_is_not_trained_again(tmp_path: Path) -> None:
+    job = job_of(**LOTTERY)
+    run(job, tmp_path / "whole")
+    run(job, tmp_path / "parts")
+    (tmp_path / "parts" / "model.safetensors").unlink()
+    shutil.rmtree(tmp_path / "parts" / "round-2")
+    times = [
+        (tmp_path / "parts" / f"round-{n}" / "model.safetensors").stat().st_mtime_ns for n in (0, 1)
+    ]
+    run(job, tmp_path / "parts")
+    assert times == [
+        (tmp_path / "parts" / f"round-{n}" / "model.safetensors").stat().st_mtime_ns for n in (0, 1)
+    ]
+    assert result(tmp_path / "parts") == result(tmp_path / "whole")
+    config = Folder(tmp_path / "parts" / "round-1").config()
+    with pytest.raises(ValueError, match="one round of a sequence"):
+        Trainer(replace(job, config=config)).run()
+
+
+@pytest.mark.parametrize("method", ["gse", "set", "rigl", "snfs", "dsr", "deepr"])
+def test_masked_storage_comes_to_the_same_connections(method: str) -> None:
+    """In float32 too, over a run this short; float64 and longer runs are in test_masked.py."""
+    found = []
+    for storage in ("sparse", "masked"):
+        given = {} if method == "deepr" else {"every": 5}
+        trainer = Trainer(job_of(method=method, storage=storage, lr=0.01, **given))
+        trainer.run()
+        found.append([layer.connections.keys() for layer in layers_of(trainer.model)])
+        kind = rewire.MaskedLayer if storage == "masked" else rewire.SparseLayer
+        assert all(isinstance(layer, kind) for layer in layers_of(trainer.model))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 # Odds and ends --------------------------------------------------------------------------------------

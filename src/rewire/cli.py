@@ -47,3 +47,30 @@ def main(
     ] = False,
 ) -> None:
     """Always-sparse neural-network training for PyTorch."""
+
+
+@app.command()
+def methods() -> None:
+    """The methods there are: what is ever dense in them, and what they cost.
+
+    Example: `rewire methods`
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from rewire.methods import registry
+
+    table = Table(box=box.SIMPLE)
+    table.add_column("name", no_wrap=True)
+    headings = ("storage", "dense weights", "dense gradients", "training FLOPs", "reference")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for name, method in registry.METHODS.items():
+        storage = " or ".join(method.storage)
+        dense = (method.dense_weights, method.dense_gradients)
+        table.add_row(name, storage, *dense, method.flops, method.reference or "-")
+    console = Console()
+    console.print(table)
+    console.print(f"FLOPs are per sample. {registry.LEGEND}.")
+    console.print("Masked storage holds dense weights and gradients, whatever the method needs.")

@@ -28,6 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from rewire import communication
 from rewire.communication import END, Alone, Group
 from rewire.connections import Connections
+from rewire.nn.layer import ConnectedLayer
 from rewire.nn.sparse import SparseLayer
 
 TIMEOUT = 600.0  # seconds
@@ -191,7 +192,7 @@ class Parallel:
         named = dict(model.named_parameters())
         self._parameters = list(named.values())
         self._names = list(named)
-        self._layers = [m for m in model.modules() if isinstance(m, SparseLayer)]
+        self._layers = [m for m in model.modules() if isinstance(m, ConnectedLayer)]
         self._traffic = Traffic()
         self._syncing, self._running, self._next = True, False, 0
         self._touched: set[int] = set()  # parameters with gradients that are not averaged
@@ -342,9 +343,10 @@ class Parallel:
     def _count(self) -> None:
         sizes = [(p.numel(), p.element_size()) for p in self._parameters if p.requires_grad]
         for layer in self._layers:
-            missing = layer.n_in * layer.n_out - layer.values.numel()
-            if layer.values.requires_grad:
-                sizes.append((missing, layer.values.element_size()))
+            weights = layer.parameter
+            if weights.requires_grad:
+                missing = layer.n_in * layer.n_out - weights.numel()
+                sizes.append((missing, weights.element_size()))
         self._traffic.averages += 1
         self._traffic.dense += sum(count * size for count, size in sizes)
 
@@ -402,9 +404,11 @@ def _check_alike(model: nn.Module, group: Alone) -> None:
     group.agree(hashes, "the processes have different models")
 
 
-def _copy_topology(layers: list[SparseLayer], group: Alone) -> None:
-    """Rank 0's connections; the values keep their length's room only."""
+def _copy_topology(layers: list[ConnectedLayer], group: Alone) -> None:
+    """Rank 0's connections; the values keep their length's room only. Masks are copied as buffers are."""
     for layer in layers:
+        if not isinstance(layer, SparseLayer):
+            continue
         count = group.gather([layer.values.numel()])[0][0]
         indptr = group.broadcast(layer.indptr, 0)
         mine = layer.indices if group.rank == 0 else layer.indices.new_empty(count)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.budgets import LayerSize, assign
-from rewire.nn.sparse import SparseLayer
+from rewire.nn.layer import ConnectedLayer
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _counts(module: nn.Module) -> bool:
-    return isinstance(module, SparseLayer | nn.Linear | nn.Conv2d)
+    return isinstance(module, ConnectedLayer | nn.Linear | nn.Conv2d)
 
 
 def _is_conv(module: nn.Module) -> bool:
@@ -164,8 +164,8 @@ def _is_conv(module: nn.Module) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
-    if isinstance(module, SparseLayer):
-        return module.values.numel(), module.n_in * module.n_out
+    if isinstance(module, ConnectedLayer):
+        return module.count, module.n_in * module.n_out
     weights = module.weight.numel()  # type: ignore[operator]
     return weights, weights
 

@@ -6,7 +6,7 @@ optimizer gives a fresh parameter. What belongs to the parameter as a whole (ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -50,30 +50,37 @@ def group_of(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Any]:
     return next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
 
 
+Change = Callable[[Tensor, float], Tensor]  # state, fresh -> after the change
+
+
 @torch.no_grad()
-def carry(optimizer: Optimizer, parameter: nn.Parameter, source: Tensor) -> dict[str, Any]:
+def carry(optimizer: Optimizer, parameter: nn.Parameter, source: Tensor | Change) -> dict[str, Any]:
     """The optimizer's state of a parameter whose connections are about to be replaced.
 
     Args:
         optimizer: holds the parameter, which still has its old values.
-        parameter: 1-D, one element per connection.
-        source: for every new connection where it stands now, -1 if it is grown.
+        parameter: one element per connection, or whatever ``source`` knows how to change.
+        source: for every new connection where it stands now, -1 if it is grown; or a function that
+            changes state of the parameter's shape, and is told what a fresh parameter gets.
 
     Raises:
-        ValueError: for state that is neither one element per connection nor a scalar.
+        ValueError: for state that is neither of the parameter's shape nor a scalar.
     """
     old = optimizer.state.get(parameter, {})
     return {key: _carried(optimizer, parameter, key, value, source) for key, value in old.items()}
 
 
 def _carried(
-    optimizer: Optimizer, parameter: nn.Parameter, key: Any, value: Any, source: Tensor
+    optimizer: Optimizer, parameter: nn.Parameter, key: Any, value: Any, source: Tensor | Change
 ) -> Any:
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, int | float | str):
             return value
     elif value.layout == torch.strided and value.shape == parameter.shape:
-        return sampling.follow(value.detach(), source, _fresh(optimizer, parameter, key))
+        fresh = _fresh(optimizer, parameter, key)
+        if isinstance(source, Tensor):
+            return sampling.follow(value.detach(), source, fresh)
+        return source(value.detach(), fresh)
     elif value.dim() == 0:
         return value
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
@@ -96,3 +103,13 @@ def put(optimizer: Optimizer, parameter: nn.Parameter, state: dict[str, Any]) ->
     """Give a parameter the state that :func:`carry` has made."""
     if state:
         optimizer.state[parameter].update(state)
+
+
+def exchange(
+    optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, state: dict[str, Any]
+) -> None:
+    """Let the optimizer train another parameter in the place of one, with state from :func:`carry`."""
+    for group in optimizer.param_groups:
+        group["params"] = [new if p is old else p for p in group["params"]]
+    if optimizer.state.pop(old, None) is not None:
+        optimizer.state[new] = state

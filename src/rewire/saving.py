@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rewire import files, models
+from rewire.nn.layer import ConnectedLayer
+from rewire.nn.masked import MaskedLayer
 from rewire.nn.sparse import SparseLayer
 from rewire.sparsify import densify, sparsify
 
@@ -46,10 +48,10 @@ def save(model: nn.Module, path: Path_, *, notes: Mapping[str, Any] | None = Non
     tensors = {
         name: value.detach().to("cpu", copy=True).contiguous() for name, value in state.items()
     }
-    layers = [name for name, module in model.named_modules() if isinstance(module, SparseLayer)]
     about = {
         "format": _FORMAT,
-        "sparse": layers,
+        "sparse": _names(model, SparseLayer),
+        "masked": _names(model, MaskedLayer),
         "build": models.built_with(model),
         "notes": dict(notes or {}),
     }
@@ -84,14 +86,15 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
     Args:
         path: the file.
         model: an instance of the model's class, dense or sparse, to load into, in place; its layers
-            become sparse where they were so when it was saved. Not needed for models of
+            become sparse, or masked, where they were so when it was saved. Not needed for models of
             :func:`rewire.models.build`.
 
     Example:
         >>> model = load("mine.safetensors", MyModel())  # doctest: +SKIP
     """
     about, tensors = _read(Path(path))
-    layers: list[str] = about["sparse"]
+    sparse, masked = about["sparse"], about["masked"]
+    layers = [*sparse, *masked]
     if model is None:
         if about["build"] is None:
             raise ValueError(
@@ -101,10 +104,19 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
         name, arguments = about["build"]
         with torch.device("meta" if layers else "cpu"):
             model = models.build(name, **arguments)
-    if layers and not any(isinstance(module, SparseLayer) for module in model.modules()):
-        model = sparsify(model, density=dict.fromkeys(layers, _ONE))
+    if layers and not _names(model, ConnectedLayer):
+        if sparse and masked:
+            raise ValueError(
+                f"{path} holds sparse and masked layers; give a model with the same layers to load into"
+            )
+        storage = "masked" if masked else "sparse"
+        model = sparsify(model, density=dict.fromkeys(layers, _ONE), storage=storage)
     model.load_state_dict(tensors)
     return model
+
+
+def _names(model: nn.Module, kind: type[nn.Module]) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, kind)]
 
 
 def read_notes(path: Path_) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from rewire.nn.attention import SparseMultiheadAttention
-from rewire.nn.conv import SparseConv2d
-from rewire.nn.sparse import SparseLayer
+from rewire.nn.conv import ConvShape
+from rewire.nn.layer import ConnectedLayer
 
 _HEADER = ("layer", "kind", "shape", "connections", "density", "memory", "dense memory")
 _LEFT = 3  # so many columns are text, the others numbers
@@ -24,7 +24,7 @@ class LayerSummary:
         name: dotted name in the model, empty for the model itself.
         kind: name of the class.
         shape: of the weight, as torch has it when dense: (out, in, ...).
-        sparse: whether it is one of our layers.
+        sparse: whether it is one of our layers, sparse or masked.
         connections: weights that exist.
         weights: weights of the dense layer.
         memory: bytes of parameters and buffers now, with the indices of a sparse layer.
@@ -140,11 +140,13 @@ def summary(model: nn.Module, *, show: bool = True) -> Summary:
         else:
             others.update(dict.fromkeys(own))
     parameters = sum(tensor.numel() for tensor in _known(model.parameters()))
+    ours = (module for module in model.modules() if isinstance(module, ConnectedLayer))
+    absent = sum(module.n_in * module.n_out - module.parameter.numel() for module in ours)
     memory = _memory([*model.parameters(), *model.buffers()])
     result = Summary(
         layers=tuple(layers),
         parameters=parameters,
-        dense_parameters=parameters + sum(row.weights - row.connections for row in layers),
+        dense_parameters=parameters + absent,
         memory=memory,
         dense_memory=memory + sum(row.dense_memory - row.memory for row in layers),
         other_memory=_memory(others),
@@ -157,12 +159,12 @@ def summary(model: nn.Module, *, show: bool = True) -> Summary:
 def _layer(name: str, module: nn.Module, memory: int) -> LayerSummary | None:
     """The row of a module, or None if it holds no weight matrix itself."""
     kind = type(module).__name__
-    if isinstance(module, SparseLayer):
+    if isinstance(module, ConnectedLayer):
         shape: tuple[int, ...] = (module.n_out, module.n_in)
-        if isinstance(module, SparseConv2d):
+        if isinstance(module, ConvShape):
             shape = (module.n_out, module.in_channels, *module.kernel_size)
-        connections, weights = module.values.numel(), module.n_in * module.n_out
-        dense = weights * module.values.element_size()
+        connections, weights = module.count, module.n_in * module.n_out
+        dense = weights * module.parameter.element_size()
         dense += _memory([] if module.bias is None else [module.bias])
         return LayerSummary(name, kind, shape, True, connections, weights, memory, dense)
     matrices = [p for p in _known(module.parameters(recurse=False)) if p.dim() > 1]

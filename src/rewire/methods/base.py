@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from rewire import communication, optim, sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
+from rewire.methods import together
 from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
-from rewire.methods.history import History, LayerRewiring, Rewiring, total
-from rewire.methods.site import Probe, Site
-from rewire.nn.sparse import SparseLayer
-from rewire.ops import sampling as ops
+from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
+from rewire.methods.history import History, Rewiring, total
+from rewire.methods.site import Probe, Site, find, parameters
 from rewire.ops.sampling import Stream
 from rewire.sampling import DRAWS, Batch
 
@@ -41,16 +41,17 @@ class Rewirer:
     the rewiring is due, and the gradient at S is evaluated there. All backward passes between two calls
     of :meth:`step` count, summed as in ``.grad``: accumulate gradients as you like.
 
-    A rewiring leaves a layer's ``values`` the same Parameter object, carries the optimizer's state
-    along, and sets ``values.grad`` to None, because the gradient was that of other connections. Frozen
-    layers (``values.requires_grad`` is False) and, in guided methods, layers that had no gradient in
-    that step take no part in it. A layer that is used several times in a forward pass is one layer.
+    A rewiring leaves a layer's ``values`` (or ``weight``, under a mask) the same Parameter object,
+    carries the optimizer's state along, and sets its ``grad`` to None, because the gradient was that of
+    other connections. Frozen layers (``requires_grad`` is False) and, in guided methods, layers that had
+    no gradient in that step take no part in it. A layer that is used several times in a forward pass is
+    one layer.
 
     Of a model that :class:`rewire.distributed.Parallel` shares among processes, all rewire alike: the
     gradient at S is averaged over them, and it is checked that all come to the same connections.
 
     Args:
-        model: has sparse layers, from :func:`rewire.sparsify` or made by hand.
+        model: has sparse or masked layers, from :func:`rewire.sparsify` or made by hand.
         optimizer: trains them.
         every: steps from one rewiring to the next (the paper's T).
         until: the last step that may end with a rewiring (T_end).
@@ -84,14 +85,14 @@ class Rewirer:
         check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
         communication.refuse_ddp(model)
-        self._sites = _find(model)
+        self._sites = find(model)
         self._model = weakref.ref(model)
         self._known: Alone | None = None
-        trained = [site for site in self._sites if site.layer.values.requires_grad]
+        trained = [site for site in self._sites if site.layer.parameter.requires_grad]
         if not trained:
-            raise ValueError("all sparse layers are frozen: call requires_grad_() on their values")
-        optim.check(optimizer, _values(trained))
-        self._probes = [Probe(self._observe, site) for site in self._sites]
+            raise ValueError("all sparse layers are frozen: call requires_grad_() on their weights")
+        optim.check(optimizer, parameters(trained))
+        self._probes = [Probe(self.observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
         self._armed = False
         self._arm()
@@ -114,12 +115,21 @@ class Rewirer:
         """A score for each active connection; by default the magnitude of its weight."""
         return site.weights.abs()
 
+    @property
+    def conserves(self) -> str | None:
+        """Whose number of connections stays: the model's ("global"), each layer's ("layer"), or None."""
+        return self.scope
+
+    def groups(self, sites: Sequence[Site]) -> list[Sequence[Site]]:
+        """The layers that are compared with each other."""
+        return [sites] if self.scope == "global" else [[site] for site in sites]
+
     def choose(self, sites: Sequence[Site]) -> None:
         """Set the masks ``pruned`` and ``grown`` of the layers that take part in a rewiring."""
-        for group in [sites] if self.scope == "global" else [[site] for site in sites]:
-            active = sum(site.weights.numel() for site in group)
-            subset = sum(len(_subset(site)) for site in group)
-            spare = sum(max(0, site.weights.numel() - 1) for site in group)
+        for group in self.groups(sites):
+            active = sum(site.layer.count for site in group)
+            subset = sum(len(subset_of(site)) for site in group)
+            spare = sum(max(0, site.layer.count - 1) for site in group)
             k = min(sampling.ceil(self.alpha(self.t) * active), subset, spare)
             select(group, "grown", [self.growth(site) for site in group], k)
             select(group, "pruned", [self.survival(site) for site in group], k)
@@ -172,9 +182,17 @@ class Rewirer:
             self._known = communication.group_of(site.layer for site in self._sites)
         return self._known
 
+    def watches(self, t: int) -> bool:
+        """Whether the backward passes of step t are to be seen; if it ends with a rewiring."""
+        return self.due(t)
+
+    def has_seen(self, site: Site) -> bool:
+        """Whether a layer had a gradient that the coming rewiring can use."""
+        return site.gradient is not None
+
     def _arm(self) -> None:
-        """Put the probes into the layers if the next step ends with a rewiring, else take them out."""
-        wanted = self.guided and self.due(self.t + 1)
+        """Put the probes into the layers if the next step is to be seen, else take them out."""
+        wanted = self.guided and self.watches(self.t + 1)
         if wanted == self._armed:
             return
         for site, probe in zip(self._sites, self._probes, strict=True):
@@ -185,8 +203,8 @@ class Rewirer:
                 site.layer.probe = probe if wanted else None
         self._armed = wanted
 
-    def _observe(self, site: Site, batch: Batch) -> None:
-        """What a probe has seen in a backward pass of a step that ends with a rewiring."""
+    def observe(self, site: Site, batch: Batch) -> None:
+        """Take what a probe has seen in a backward pass: draw S in the first, add the gradient at S."""
         if site.subset is None:
             site.batch = batch._replace(group=self._group)
             self._explore(site, self.t + 1)
@@ -195,7 +213,7 @@ class Rewirer:
 
     def _explore(self, site: Site, t: int) -> None:
         site.stream = Stream(self.seed, DRAWS, t, site.index)
-        site.quota = min(sampling.ceil(self.alpha(t) * site.weights.numel()), site.free)
+        site.quota = min(sampling.ceil(self.alpha(t) * site.layer.count), site.free)
         site.subset, site.explored_beside = self.explore(site), site.active
 
     @property
@@ -212,70 +230,48 @@ class Rewirer:
 
     @torch.no_grad()
     def _rewire(self) -> Rewiring:
-        sites = [site for site in self._sites if site.layer.values.requires_grad]
-        optim.check(self.optimizer, _values(sites))
+        sites = [site for site in self._sites if site.layer.parameter.requires_grad]
+        optim.check(self.optimizer, parameters(sites))
         if self.guided:
-            self._average(sites)
+            self.average(sites)
             for site in sites:
                 site.check_subset()
-            sites = [site for site in sites if site.gradient is not None]
+            sites = [site for site in sites if self.has_seen(site)]
             if not sites:
                 raise RuntimeError(
                     f"a rewiring is due at step {self.t}, but no sparse layer had a backward pass since "
                     "the last step(): call step() once after each backward() and optimizer.step()"
                 )
-        for site in sites:
-            if not self.guided:
+        if not self.guided:
+            for site in sites:
                 self._explore(site, self.t)
         self.choose(sites)
-        _check_budget(sites, self.scope)
+        if self.conserves is not None:
+            check_budget(sites, self.conserves)
         for site in self._sites:
             site.count()
         changes = [
-            _plan(site, self.optimizer) for site in sites
+            plan(site, self.optimizer) for site in sites
         ]  # may raise: nothing is changed yet
         new = (
             site.active if change is None else change.connections
             for site, change in zip(sites, changes, strict=True)
         )
-        self._check_alike({s.name: [c] for s, c in zip(sites, new, strict=True)}, "after")
+        together.check_alike(
+            {s.name: [c] for s, c in zip(sites, new, strict=True)}, self._group, "after", self.t
+        )
         for site, change in zip(sites, changes, strict=True):
-            _apply(site, change, self.optimizer)
-        parts = {site.name: _part(site) for site in self._sites}
+            apply(site, change, self.optimizer)
+        parts = {site.name: part(site) for site in self._sites}
         rewiring = total(self.t, self.alpha(self.t), parts)
         self.history.append(rewiring)
         for site in self._sites:
             site.clear()
         return rewiring
 
-    def _average(self, sites: Sequence[Site]) -> None:
+    def average(self, sites: Sequence[Site]) -> None:
         """Give all processes the same subsets, and the gradients there of the whole batch."""
-        group = self._group
-        if group.world == 1:
-            return
-        explored = group.gather([site.gradient is not None for site in sites])
-        shared = []
-        for site, ranks in zip(sites, zip(*explored, strict=True), strict=True):
-            if any(ranks):
-                shared.append(site)
-            if any(ranks) and not all(ranks):
-                site.take_subset(group, ranks.index(1))
-        self._check_alike({site.name: (site.active, _subset(site)) for site in shared}, "before")
-        sums = group.sum(*(site.gradient for site in shared if site.gradient is not None))
-        for site, gradient in zip(shared, sums, strict=True):
-            site.gradient = gradient / group.world
-
-    def _check_alike(self, sets: Mapping[str, Sequence[Connections]], when: str) -> None:
-        """Raise, before anything is changed, if other processes have other connections."""
-        if self._group.world > 1:
-            hashes = {
-                name: communication.fingerprint(*(t for c in some for t in (c.indptr, c.indices)))
-                for name, some in sets.items()
-            }
-            problem = (
-                f"the processes have different connections {when} the rewiring of step {self.t}"
-            )
-            self._group.agree(hashes, problem)
+        together.average(sites, self._group, self.t)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -314,125 +310,3 @@ class Rewirer:
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)
         return f"{type(self).__name__}({settings}, t={self.t})"
-
-
-# Choosing -----------------------------------------------------------------------------------------
-
-
-def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -> None:
-    """Mark, over these layers together, the k highest scores as ``"grown"``, or the k lowest, but never
-    the best of a layer, as ``"pruned"``."""
-    sizes = [len(_subset(s)) if what == "grown" else s.weights.numel() for s in sites]
-    for site, score, size in zip(sites, scores, sizes, strict=True):
-        if score.numel() != size:
-            rule = "growth" if what == "grown" else "survival"
-            raise ValueError(
-                f"{rule}() gave {score.numel()} scores for {size} connections of {site.name}"
-            )
-    flat = torch.cat([score.detach().cpu().flatten() for score in scores])
-    if what == "pruned":
-        for part in flat.split(sizes):
-            keep_best(part)
-    chosen = ops.select(flat, k, largest=what == "grown")
-    for site, mask in zip(sites, chosen.split(sizes), strict=True):
-        setattr(site, what, mask)
-
-
-def keep_best(scores: Tensor) -> Tensor:
-    """Put the best of the scores out of reach, in place."""
-    if scores.numel():
-        scores.nan_to_num_(-math.inf, math.inf, -math.inf)
-        scores[scores.argmax()] = math.inf
-    return scores
-
-
-def _subset(site: Site) -> Connections:
-    assert site.subset is not None
-    return site.subset
-
-
-def _check_budget(sites: Sequence[Site], scope: str) -> None:
-    for group in [sites] if scope == "global" else [[site] for site in sites]:
-        counts = []
-        for what in ("grown", "pruned"):
-            masks = [getattr(site, what) for site in group]
-            if any(mask is None for mask in masks):
-                raise RuntimeError(f"choose() has not set {what!r} of every layer")
-            counts.append(sum(int(mask.sum()) for mask in masks))
-        if counts[0] != counts[1]:
-            names = ", ".join(site.name for site in group)
-            raise RuntimeError(
-                f"choose() grows {counts[0]} and prunes {counts[1]} connections of {names}: the number "
-                "of connections must stay"
-            )
-
-
-class _Change(NamedTuple):
-    connections: Connections
-    values: Tensor
-    optimizer: dict[str, Any]
-    state: dict[str, Tensor]
-
-
-def _plan(site: Site, optimizer: Optimizer) -> _Change | None:
-    layer, subset = site.layer, _subset(site)
-    assert site.pruned is not None
-    assert site.grown is not None
-    if not (bool(site.pruned.any()) or bool(site.grown.any())):
-        return None
-    pruned, grown = site.pruned.cpu(), site.grown.cpu()
-    rows, source = ops.replace(
-        sampling.rows(site.active), pruned, sampling.rows(subset), grown, layer.n_in
-    )
-    return _Change(
-        Connections(layer.n_in, layer.n_out, *rows),
-        ops.follow(site.weights, source),
-        optim.carry(optimizer, layer.values, source),
-        {key: ops.follow(tensor, source) for key, tensor in site.state.items()},
-    )
-
-
-def _apply(site: Site, change: _Change | None, optimizer: Optimizer) -> None:
-    if change is not None:
-        site.layer.set_connections(change.connections, change.values)
-        optim.put(optimizer, site.layer.values, change.optimizer)
-        site.state = change.state
-        site.count().add(sampling.rows(_subset(site)), site.grown)
-
-
-def _part(site: Site) -> LayerRewiring:
-    def size(mask: Tensor | None) -> int:
-        return 0 if mask is None else int(mask.sum())
-
-    return LayerRewiring(
-        active=site.weights.numel(),
-        grown=size(site.grown),
-        pruned=size(site.pruned),
-        subset=0 if site.subset is None else len(site.subset),
-        ever=site.count().total(),
-        possible=site.layer.n_in * site.layer.n_out,
-    )
-
-
-# Arguments ----------------------------------------------------------------------------------------
-
-
-def _find(model: nn.Module) -> list[Site]:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
-    found = [(n, m) for n, m in model.named_modules() if isinstance(m, SparseLayer)]
-    if not found:
-        raise ValueError("the model has no sparse layers: call rewire.sparsify(model, ...) first")
-    owners: dict[int, str] = {}
-    for name, layer in found:
-        other = owners.setdefault(id(layer.values), name)
-        if other != name:
-            raise ValueError(
-                f"{other} and {name} share one parameter, but not their connections; use the same layer "
-                "in both places instead"
-            )
-    return [Site(name, layer, index) for index, (name, layer) in enumerate(found)]
-
-
-def _values(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
-    return {f"{site.name}.values".lstrip("."): site.layer.values for site in sites}

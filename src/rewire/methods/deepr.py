@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 from rewire import optim
 from rewire.connections import Connections
 from rewire.methods.arguments import check_number
-from rewire.methods.base import Rewirer, keep_best, select
+from rewire.methods.base import Rewirer
+from rewire.methods.change import keep_best, select
 from rewire.methods.sharing import share_out
 from rewire.methods.site import Site
 
@@ -85,7 +86,7 @@ class DeepR(Rewirer):
                 site.subset = site.choose(count)
                 site.grown = torch.ones(count, dtype=torch.bool)
         for site, theta in zip(sites, thetas, strict=True):
-            site.weights[theta < 0] = 0  # those that cannot go
+            site.layer.assign(site.weights.masked_fill(theta < 0, 0))  # those that cannot go
 
     def _walk(self, site: Site) -> Tensor:
         """Move the weights of a layer and return their thetas."""
@@ -98,10 +99,11 @@ class DeepR(Rewirer):
             )
         coin = (site.random(weights.numel()) < 0.5).to(weights) * 2 - 1
         sign = site.state["sign"] = torch.where(known == 0, coin, known)
-        lr = float(optim.group_of(self.optimizer, site.layer.values)["lr"])
+        lr = float(optim.group_of(self.optimizer, site.layer.parameter)["lr"])
         temperature = lr * self.l1**2 / 18 if self.temperature is None else self.temperature
         noise = site.normal(weights.numel()).to(weights) * math.sqrt(2 * lr * temperature)
-        weights += sign * (noise - lr * self.l1)
+        weights = weights + sign * (noise - lr * self.l1)
+        site.layer.assign(weights)
         return sign * weights
 
     def explore(self, site: Site) -> Connections:

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from rewire.connections import Connections
 from rewire.methods.arguments import Fraction, check_number
-from rewire.methods.base import Rewirer, keep_best, select
+from rewire.methods.base import Rewirer
+from rewire.methods.change import keep_best, select
 from rewire.methods.sharing import share_out
 from rewire.methods.site import Site
 
@@ -71,7 +72,7 @@ class DSR(Rewirer):
         for site, count in zip(sites, counts, strict=True):
             site.subset = site.choose(count)
             site.grown = torch.ones(count, dtype=torch.bool)
-        wanted = self.alpha(self.t) * sum(site.weights.numel() for site in sites)
+        wanted = self.alpha(self.t) * sum(site.layer.count for site in sites)
         if below > 1.1 * wanted:
             self.threshold /= 2
         elif below < 0.9 * wanted:

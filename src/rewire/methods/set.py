@@ -14,8 +14,8 @@ from rewire.methods.site import Site
 class SET(Rewirer):
     """Sparse evolutionary training: the smallest weights go, and as many connections grow at random.
 
-    Under ``scope="global"`` the weights of all layers are compared, and layers grow in proportion to
-    their connections.
+    The weights of all layers are compared, and layers grow in proportion to their connections; with
+    ``scope="layer"``, as in the original, each layer keeps its number of connections.
 
     Args:
         model, optimizer, every, until, fraction, scope, seed: see :class:`Rewirer`.
@@ -34,7 +34,7 @@ class SET(Rewirer):
         every: int = 1000,
         until: int,
         fraction: Fraction = 0.2,
-        scope: str = "layer",
+        scope: str = "global",
         seed: int = 0,
     ) -> None:
         super().__init__(

@@ -1,18 +1,18 @@
-"""One sparse layer as a method sees it, and the probe that sits in it while a rewiring is due."""
+"""One layer as a method sees it, and the probe that sits in it while a rewiring is due."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rewire import sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
-from rewire.nn.sparse import SparseLayer
+from rewire.nn.layer import ConnectedLayer
 from rewire.ops import sampling as ops
 from rewire.ops.counting import Counter
 from rewire.ops.reference import Convolution
@@ -21,7 +21,7 @@ from rewire.sampling import Batch
 
 
 class Site:
-    """One sparse layer as a method's rules see it.
+    """One layer as a method's rules see it, whatever its storage.
 
     Attributes:
         name: of the layer in the model.
@@ -34,8 +34,10 @@ class Site:
             the active connections is in ``.grad``, and averaged over processes once they are.
         pruned: mask over the active connections: which go.
         grown: mask over S: which come.
+        considered: how many inactive connections S was chosen from, if these are more than S.
         state: tensors of one element per active connection that a method wants to keep; they follow the
             connections, with zeros for grown ones, and are saved with the rewirer.
+        memory: other tensors that a method wants to keep; they are saved with the rewirer.
     """
 
     quota: int
@@ -45,10 +47,12 @@ class Site:
     gradient: Tensor | None
     pruned: Tensor | None
     grown: Tensor | None
+    considered: int | None
 
-    def __init__(self, name: str, layer: SparseLayer, index: int) -> None:
+    def __init__(self, name: str, layer: ConnectedLayer, index: int) -> None:
         self.name, self.layer, self.index = name, layer, index
         self.state: dict[str, Tensor] = {}
+        self.memory: dict[str, Tensor] = {}
         self.counter: Counter | None = None
         self.clear()
 
@@ -57,24 +61,32 @@ class Site:
         self._active: Connections | None = None
         self.explored_beside: Connections | None = None  # A as it was then
         self.batch = self.subset = self.gradient = self.pruned = self.grown = None
+        self.considered = None
 
     @property
     def active(self) -> Connections:
         """A, the active connections."""
-        known, layer = self._active, self.layer
-        if known is None or known.indptr is not layer.indptr or known.indices is not layer.indices:
-            known = self._active = layer.connections
-        return known
+        if self._active is None or not self.layer.has(self._active):
+            self._active = self.layer.connections
+        return self._active
 
     @property
     def weights(self) -> Tensor:
-        """The weights of A."""
-        return self.layer.values.detach()
+        """The weights of A, to look at."""
+        return self.layer.gather(self.layer.parameter.detach())
+
+    @property
+    def slopes(self) -> Tensor:
+        """The gradient of the loss at A, from ``.grad``."""
+        grad = self.layer.parameter.grad
+        if grad is None:
+            raise RuntimeError(f"{self.name} has no gradient: call step() before zero_grad()")
+        return self.layer.gather(grad.detach())
 
     @property
     def free(self) -> int:
         """How many connections are inactive."""
-        return self.layer.n_in * self.layer.n_out - self.layer.values.numel()
+        return self.layer.n_in * self.layer.n_out - self.layer.count
 
     def draw(self, factor: float, weights: sampling.Weights = (None, None)) -> Connections:
         """The inactive ones among ``ceil(factor * |A|)`` draws; see :func:`rewire.sampling.draw`."""
@@ -133,17 +145,19 @@ class Site:
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: the method's own tensors, S with its gradient, and the count."""
         state: dict[str, Any] = {"state": {k: v.clone() for k, v in self.state.items()}}
+        state["memory"] = {k: v.clone() for k, v in self.memory.items()}
         if self.counter is not None:
             state["ever"] = {"memory": self.counter.memory.clone(), "exact": self.counter.exact}
         if self.subset is not None:
             rows = {"indptr": self.subset.indptr, "indices": self.subset.indices}
-            state["subset"] = {**rows, "gradient": self.gradient}
+            state["subset"] = {**rows, "gradient": self.gradient, "considered": self.considered}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
         self.clear()
         self.state = {key: value.clone() for key, value in state["state"].items()}
+        self.memory = {key: value.clone() for key, value in state.get("memory", {}).items()}
         self.counter = None
         if "ever" in state:
             self.counter = Counter(self.layer.n_in, self.layer.n_out, 0)
@@ -154,6 +168,7 @@ class Site:
             units = (self.layer.n_in, self.layer.n_out)
             self.subset = Connections(*units, s["indptr"].clone(), s["indices"].clone())
             self.gradient = None if s["gradient"] is None else s["gradient"].clone()
+            self.considered = s.get("considered")
 
 
 class Probe:
@@ -172,5 +187,28 @@ class Probe:
         observe, layer = self._observe(), self._site.layer
         if observe is None:
             layer.probe = None
-        elif layer.values.requires_grad:
+        elif layer.parameter.requires_grad:
             observe(self._site, Batch(conv, x.detach(), dy.detach()))
+
+
+def find(model: nn.Module) -> list[Site]:
+    """The layers of a model that can be rewired."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    found = [(n, m) for n, m in model.named_modules() if isinstance(m, ConnectedLayer)]
+    if not found:
+        raise ValueError("the model has no sparse layers: call rewire.sparsify(model, ...) first")
+    owners: dict[int, str] = {}
+    for name, layer in found:
+        other = owners.setdefault(id(layer.parameter), name)
+        if other != name:
+            raise ValueError(
+                f"{other} and {name} share one parameter, but not their connections; use the same layer "
+                "in both places instead"
+            )
+    return [Site(name, layer, index) for index, (name, layer) in enumerate(found)]
+
+
+def parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
+    """Their weights, by name."""
+    return {f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites}

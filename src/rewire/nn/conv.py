@@ -25,7 +25,85 @@ def _pair(value: Any, name: str, least: int) -> tuple[int, int]:
     return pair
 
 
-class SparseConv2d(SparseLayer):
+class ConvShape:
+    """The sizes of a 2-D convolution, as ``nn.Conv2d`` has them, and as the operators take them."""
+
+    def _set_shape(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | tuple[int, int],
+        stride: int | tuple[int, int],
+        padding: int | tuple[int, int] | str,
+        dilation: int | tuple[int, int],
+        groups: int,
+        padding_mode: str,
+    ) -> None:
+        if groups != 1:
+            raise ValueError(f"sparse convolutions have groups=1, got {groups}; keep it dense")
+        if in_channels < 1 or out_channels < 1:
+            raise ValueError(f"channels must be positive, got {in_channels} and {out_channels}")
+        if padding_mode not in ("zeros", "reflect", "replicate", "circular"):
+            raise ValueError(f"unknown padding_mode {padding_mode!r}")
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.kernel_size = _pair(kernel_size, "kernel_size", 1)
+        self.stride = _pair(stride, "stride", 1)
+        self.dilation = _pair(dilation, "dilation", 1)
+        self.padding, self.padding_mode = padding, padding_mode
+        around = self._amounts(padding)
+        # Padding that the kernels cannot imply is written out before.
+        implied = padding_mode == "zeros" and around[0] == around[1] and around[2] == around[3]
+        self._pad_first = None if implied else around
+        self._sizes = Convolution(
+            self.kernel_size,
+            self.stride,
+            (around[2], around[0]) if implied else (0, 0),
+            self.dilation,
+        )
+
+    def _amounts(self, padding: int | tuple[int, int] | str) -> tuple[int, int, int, int]:
+        """Left, right, top, bottom."""
+        if isinstance(padding, str):
+            if padding == "valid":
+                return (0, 0, 0, 0)
+            if padding != "same":
+                raise ValueError(f'padding must be numbers, "same" or "valid", got {padding!r}')
+            if self.stride != (1, 1):
+                raise ValueError('padding="same" needs stride 1')
+            high, wide = (d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True))
+            return (wide // 2, wide - wide // 2, high // 2, high - high // 2)
+        high, wide = _pair(padding, "padding", 0)
+        return (wide, wide, high, high)
+
+    def _check_image(self, x: Tensor) -> None:
+        if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
+            raise ValueError(
+                f"expected an input of (N, {self.in_channels}, H, W), got {tuple(x.shape)}"
+            )
+
+    def _padded(self, image: Tensor) -> Tensor:
+        """The image with the padding that the sizes do not imply."""
+        if self._pad_first is None:
+            return image
+        mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
+        return F.pad(image, self._pad_first, mode=mode)
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of the equivalent ``nn.Conv2d``, but for its bias."""
+        names = ("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation")
+        return {name: getattr(self, name) for name in (*names, "padding_mode")}
+
+    def _described(self, bias: bool) -> str:
+        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
+        for name, default in (("stride", (1, 1)), ("padding", 0), ("dilation", (1, 1))):
+            if (value := getattr(self, name)) not in (default, (0, 0)):
+                parts.append(f"{name}={value}")
+        if self.padding_mode != "zeros":
+            parts.append(f"padding_mode={self.padding_mode}")
+        return ", ".join([*parts, f"bias={bias}"])
+
+
+class SparseConv2d(SparseLayer, ConvShape):
     """Drop-in for ``nn.Conv2d`` with ``groups=1``.
 
     An input unit is one tap of one input channel, so a layer has
@@ -62,26 +140,9 @@ class SparseConv2d(SparseLayer):
         connections: int | Connections | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        if groups != 1:
-            raise ValueError(f"sparse convolutions have groups=1, got {groups}; keep it dense")
-        if in_channels < 1 or out_channels < 1:
-            raise ValueError(f"channels must be positive, got {in_channels} and {out_channels}")
-        if padding_mode not in ("zeros", "reflect", "replicate", "circular"):
-            raise ValueError(f"unknown padding_mode {padding_mode!r}")
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = _pair(kernel_size, "kernel_size", 1)
-        self.stride = _pair(stride, "stride", 1)
-        self.dilation = _pair(dilation, "dilation", 1)
-        self.padding, self.padding_mode = padding, padding_mode
-        around = self._amounts(padding)
-        # Padding that the kernels cannot imply is written out before.
-        implied = padding_mode == "zeros" and around[0] == around[1] and around[2] == around[3]
-        self._pad_first = None if implied else around
-        self._sizes = Convolution(
-            self.kernel_size,
-            self.stride,
-            (around[2], around[0]) if implied else (0, 0),
-            self.dilation,
+        self._set_shape(
+            *(in_channels, out_channels, kernel_size, stride, padding),
+            *(dilation, groups, padding_mode),
         )
         taps = self.kernel_size[0] * self.kernel_size[1]
         super().__init__(
@@ -89,33 +150,13 @@ class SparseConv2d(SparseLayer):
             *(device, dtype, generator),
         )
 
-    def _amounts(self, padding: int | tuple[int, int] | str) -> tuple[int, int, int, int]:
-        """Left, right, top, bottom."""
-        if isinstance(padding, str):
-            if padding == "valid":
-                return (0, 0, 0, 0)
-            if padding != "same":
-                raise ValueError(f'padding must be numbers, "same" or "valid", got {padding!r}')
-            if self.stride != (1, 1):
-                raise ValueError('padding="same" needs stride 1')
-            high, wide = (d * (k - 1) for d, k in zip(self.dilation, self.kernel_size, strict=True))
-            return (wide // 2, wide - wide // 2, high // 2, high - high // 2)
-        high, wide = _pair(padding, "padding", 0)
-        return (wide, wide, high, high)
-
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
         with torch._C.DisableTorchFunction():
             reads, norm = self._source(x)
             x = reads[0]
-            if x.dim() not in (3, 4) or x.shape[-3] != self.in_channels:
-                raise ValueError(
-                    f"expected an input of (N, {self.in_channels}, H, W), got {tuple(x.shape)}"
-                )
-            image = x if x.dim() == 4 else x.unsqueeze(0)
-            if self._pad_first is not None:
-                mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-                image = F.pad(image, self._pad_first, mode=mode)
+            self._check_image(x)
+            image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
             layer, probe = (self.values, self.bias, self.topology, self._sizes), self.probe
             size = self._sizes.output_size(image.shape[2], image.shape[3])
             shape = (image.shape[0], self.out_channels, *size)
@@ -144,27 +185,7 @@ class SparseConv2d(SparseLayer):
         return (settled(x),), None
 
     def extra_repr(self) -> str:
-        parts = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}"]
-        for name, default in (("stride", (1, 1)), ("padding", 0), ("dilation", (1, 1))):
-            if (value := getattr(self, name)) not in (default, (0, 0)):
-                parts.append(f"{name}={value}")
-        if self.padding_mode != "zeros":
-            parts.append(f"padding_mode={self.padding_mode}")
-        parts += [f"bias={self.bias is not None}", super().extra_repr()]
-        return ", ".join(parts)
-
-    def _like(self) -> dict[str, Any]:
-        """The arguments of the equivalent ``nn.Conv2d``."""
-        return {
-            "in_channels": self.in_channels,
-            "out_channels": self.out_channels,
-            "kernel_size": self.kernel_size,
-            "stride": self.stride,
-            "padding": self.padding,
-            "dilation": self.dilation,
-            "padding_mode": self.padding_mode,
-            "bias": self.bias is not None,
-        }
+        return f"{self._described(self.bias is not None)}, {super().extra_repr()}"
 
     @classmethod
     def from_dense(
@@ -177,7 +198,7 @@ class SparseConv2d(SparseLayer):
     ) -> SparseConv2d:
         """The sparse layer with the weights of ``mask``, or the largest ones, of a dense layer."""
         weight = layer.weight.detach()
-        keep = _flatten(keep_mask(weight, mask, sparsity, connections))
+        keep = flatten(keep_mask(weight, mask, sparsity, connections))
         chosen = Connections.from_mask(keep)
         new = cls(
             **conv_arguments(layer),
@@ -187,7 +208,7 @@ class SparseConv2d(SparseLayer):
             connections=chosen,
         )
         with torch.no_grad():
-            new.values.copy_(_flatten(weight)[keep])
+            new.values.copy_(flatten(weight)[keep])
             if layer.bias is not None and new.bias is not None:
                 new.bias.copy_(layer.bias)
         return new
@@ -195,16 +216,17 @@ class SparseConv2d(SparseLayer):
     def to_dense(self) -> nn.Conv2d:
         """The equivalent ``nn.Conv2d``; inactive connections become zeros."""
         dense: nn.Conv2d = nn.utils.skip_init(
-            nn.Conv2d, **self._like(), device=self.values.device, dtype=self.values.dtype
+            nn.Conv2d,
+            **self._arguments(),
+            bias=self.bias is not None,
+            device=self.values.device,
+            dtype=self.values.dtype,
         )
         connections = self.connections
-        kh, kw = self.kernel_size
         flat = self.values.new_zeros((self.n_out, self.n_in))
         with torch.no_grad():
             flat[connections.outputs(), connections.inputs()] = self.values
-            dense.weight.copy_(
-                flat.view(self.out_channels, kh, kw, self.in_channels).permute(0, 3, 1, 2)
-            )
+            dense.weight.copy_(unflatten(flat, self.kernel_size))
             if self.bias is not None and dense.bias is not None:
                 dense.bias.copy_(self.bias)
         return dense
@@ -266,6 +288,12 @@ def conv_arguments(layer: nn.Conv2d) -> dict[str, Any]:
     return {name: getattr(layer, name) for name in (*names, "groups", "padding_mode")}
 
 
-def _flatten(weight: Tensor) -> Tensor:
+def flatten(weight: Tensor) -> Tensor:
     """(out, in, kh, kw) as (out, kh * kw * in)."""
     return weight.permute(0, 2, 3, 1).flatten(1)
+
+
+def unflatten(flat: Tensor, kernel: tuple[int, int]) -> Tensor:
+    """(out, kh * kw * in) as (out, in, kh, kw)."""
+    taps = kernel[0] * kernel[1]
+    return flat.view(flat.shape[0], *kernel, flat.shape[1] // taps).permute(0, 3, 1, 2)

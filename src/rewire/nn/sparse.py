@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from rewire.connections import Connections
+from rewire.nn.layer import ConnectedLayer
 from rewire.ops import topology
-from rewire.ops.eager import Probe
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
 
 
-class SparseLayer(nn.Module):
+class SparseLayer(ConnectedLayer):
     """A layer that stores one value per active connection and nothing for the others.
 
     Attributes:
         values: 1-D parameter, by output unit and then input unit.
         bias: dense parameter, or None.
         indptr, indices: the connections (int32 buffers, saved with the state dict).
-        probe: called in every backward pass with (sizes, input, output gradient) while a rewirer wants
-            to see them, else None. Copies of the layer do not have it.
     """
 
+    holds: ClassVar[str] = "values"
     values: nn.Parameter
-    bias: nn.Parameter | None
     indptr: Tensor
     indices: Tensor
-    n_in: int
-    n_out: int
-    taps: int
-    probe: Probe | None = None
 
     def __init__(
         self,
@@ -77,21 +71,29 @@ class SparseLayer(nn.Module):
         return Topology(b["indptr"], b["indices"], b["slots"], b["outputs"], b["order"])  # type: ignore[arg-type]
 
     @property
-    def density(self) -> float:
-        """Share of all possible connections that are active."""
-        return self.values.numel() / max(1, self.n_in * self.n_out)
+    def count(self) -> int:
+        """How many connections are active."""
+        return self.values.numel()
+
+    def has(self, connections: Connections) -> bool:
+        """Whether these very connections are still the layer's."""
+        return connections.indptr is self.indptr and connections.indices is self.indices
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensor itself: there is nothing but active connections."""
+        return tensor
+
+    def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
+        """The values themselves."""
+        return values
+
+    def assign(self, values: Tensor) -> None:
+        """Give the active connections these weights."""
+        self.values.detach().copy_(values)
 
     def set_connections(self, connections: Connections, values: Tensor) -> None:
         """Replace the connections and their values; ``values`` stays the same Parameter object."""
-        if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
-            raise ValueError(
-                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
-                f"of {self.n_out} x {self.n_in}"
-            )
-        if tuple(values.shape) != (len(connections),):
-            raise ValueError(
-                f"values has shape {tuple(values.shape)}, expected ({len(connections)},)"
-            )
+        self._check_fit(connections, values)
         device = self.values.device
         built = topology.build(
             connections.indptr.to(device), connections.indices.to(device), self.n_in, self.taps
@@ -158,15 +160,6 @@ class SparseLayer(nn.Module):
 
     def _parameters_used(self) -> tuple[Tensor, ...]:
         return (self.values,) if self.bias is None else (self.values, self.bias)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "probe"}
-
-    def extra_repr(self) -> str:
-        """Connections and density, after what the layer itself says."""
-        total = self.n_in * self.n_out
-        density = f"{100 * self.density:.3g} %"
-        return f"connections={self.values.numel():,} of {total:,} ({density})"
 
 
 def _put(parameter: nn.Parameter, data: Tensor) -> None:

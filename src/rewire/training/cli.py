@@ -25,17 +25,14 @@ def _option(help: str, panel: str, default: str | bool = False, name: str = "", 
     return typer.Option(*names, help=help, show_default=default, rich_help_panel=panel, **more)
 
 
-def _numbers(text: str | None) -> list[float] | None:
+def _numbers(text: str | None, option: str, example: str) -> list[float] | None:
     """Numbers with commas between them; none for an empty text."""
     if text is None:
         return None
     try:
         return [float(part) for part in text.split(",") if part.strip()]
     except ValueError:
-        raise typer.BadParameter(
-            f"{text!r} must be epochs with commas between them, such as 80,120",
-            param_hint="--drops",
-        ) from None
+        raise typer.BadParameter(f"{text!r} must be {example}", param_hint=option) from None
 
 
 Root = Annotated[
@@ -128,7 +125,20 @@ def train(
     ] = None,
     scope: Annotated[
         str | None,
-        _option("Compare weights globally, or by layer.", _METHOD, "gse global; set, deepr layer"),
+        _option("Compare weights globally, or by layer.", _METHOD, "global; deepr layer"),
+    ] = None,
+    storage: Annotated[
+        str | None,
+        _option("sparse, or masked: dense weights under masks.", _METHOD, "sparse"),
+    ] = None,
+    rounds: Annotated[
+        str | None,
+        _option(
+            "Sparsities of the lottery's rounds.",
+            _METHOD,
+            "0,0.5,0.75,0.9,0.95,0.98 up to the sparsity",
+            metavar="A,B",
+        ),
     ] = None,
     epochs: Annotated[
         float | None, _option("Length of the run.", _SCHEDULE, "200; digits 50; imagenet 100")
@@ -224,7 +234,13 @@ def train(
     from rewire.training.loop import Trainer
     from rewire.training.processes import Processes
 
-    options |= {"drops": _numbers(drops), "keep_dense": keep_dense or None}
+    options |= {
+        "drops": _numbers(drops, "--drops", "epochs with commas between them, such as 80,120"),
+        "rounds": _numbers(
+            rounds, "--rounds", "sparsities with commas between them, such as 0,0.5"
+        ),
+        "keep_dense": keep_dense or None,
+    }
     given = {name: options[name] for name in configs.NAMES if options[name] is not None}
     try:
         interval, place = Interval.parse(checkpoint_every), _device(device, threads)

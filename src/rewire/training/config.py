@@ -7,11 +7,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rewire import models
 from rewire.budgets import SHARES
+from rewire.methods.lottery import SPARSITIES
 from rewire.training import toml
 from rewire.training.methods import METHODS, OPTIONS
 from rewire.training.schedule import Schedule
@@ -43,6 +45,8 @@ class Config:
     subset: float | None
     distribution: str | None
     scope: str | None
+    storage: str | None
+    rounds: tuple[float, ...] | None
     epochs: float
     drops: tuple[float, ...]
     drop_factor: float
@@ -70,8 +74,7 @@ class Config:
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
         """What happens at which step."""
-        method = METHODS[self.method]
-        return Schedule.of(self, steps_per_epoch, rewires=method.rewires)
+        return Schedule.of(self, steps_per_epoch)
 
     @property
     def label(self) -> str:
@@ -99,6 +102,7 @@ _PAPER: dict[str, Any] = {
     "fraction": 0.2,
     "subset": 1.0,
     "distribution": "uniform",
+    "storage": "sparse",
     "epochs": 200.0,
     "drops": (80.0, 120.0),
     "drop_factor": 0.1,
@@ -156,6 +160,9 @@ def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
     method = METHODS.get(chosen["method"])
     if method is not None:
         defaults |= method.defaults
+        if "rounds" in method.options and isinstance(chosen["sparsity"], float):
+            below = [s for s in SPARSITIES if s < chosen["sparsity"]]
+            defaults["rounds"] = (*below, chosen["sparsity"])
         defaults |= {name: None for name in OPTIONS if name not in method.options}
     return defaults
 
@@ -240,6 +247,7 @@ _KINDS = {
     "int | None": "a whole number",
     "tuple[str, ...]": "a list of words",
     "tuple[float, ...]": "a list of numbers",
+    "tuple[float, ...] | None": "a list of numbers",
 }
 
 
@@ -257,6 +265,14 @@ def _check(c: Config) -> None:
         _choice("scope", c.scope, ("global", "layer"))
     if c.distribution is not None:
         _choice("distribution", c.distribution, ("uniform", "grabo", "graest"))
+    if c.storage is not None:
+        _choice("storage", c.storage, ("sparse", "masked"))
+    if c.rounds and (c.rounds[-1] != c.sparsity or c.rounds[0] != 0):
+        raise ValueError(
+            f"rounds must begin with 0 and end with the sparsity {c.sparsity}, got {list(c.rounds)}"
+        )
+    if c.rounds and any(a >= b for a, b in pairwise(c.rounds)):
+        raise ValueError(f"rounds must ascend, got {list(c.rounds)}")
     if c.crop is not None:
         _choice("crop", c.crop, ("area", "plain"))
     for name in ("width", "epochs", "scale", "extend", "lr", "subset", "until", "drop_factor"):

@@ -19,6 +19,7 @@ from rewire.training.config import Config
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 DATA, START = "data.toml", "start.safetensors"
+_ROUND = "round-"
 
 
 class RunError(RuntimeError):
@@ -57,6 +58,10 @@ class Folder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / CHECKPOINTS
+
+    def round(self, number: int) -> Folder:
+        """The folder of one round of a sequence."""
+        return Folder(self.path / f"{_ROUND}{number}")
 
     @property
     def exists(self) -> bool:
@@ -111,6 +116,8 @@ class Folder:
             )
         for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, START, CONFIG):
             files.remove(self.path / name)
+        for path in self.path.glob(f"{_ROUND}*"):
+            files.remove(path)
         files.write_text(self.path / CONFIG, config.to_toml())
         return False
 

@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from rewire import data, models
 from rewire.data.decode import MARGIN, Crop
+from rewire.methods import METHODS, Method
 from rewire.sparsify import sparsify
 from rewire.training.config import Config
-from rewire.training.methods import METHODS, Method
 from rewire.training.schedule import Schedule
 
 
@@ -27,6 +27,7 @@ class Job:
         config: the settings.
         dataset: the images.
         device: where the model is.
+        ticket: the model of this round, in a sequence of them.
         method: how it trains.
         schedule: what happens at which step.
     """
@@ -34,6 +35,7 @@ class Job:
     config: Config
     dataset: data.Dataset
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    ticket: nn.Module | None = None
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if the model cannot take the images, or the schedule does not fit."""
@@ -59,25 +61,41 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.config.seed)
             model = self._build()
-        if self.config.model != "mlp" and self.device.type == "cpu":
-            model = cast(Any, model).to(
-                memory_format=torch.channels_last
-            )  # what torch is fastest in
-        return model.to(self.device)
+        return self._placed(model)
 
-    def sparse(self) -> nn.Module:
-        """The model with random connections, as the seed gives them; no dense weight is made."""
+    def sparse(
+        self, *, density: float | None = None, weights: str = "fresh", storage: str = "sparse"
+    ) -> nn.Module:
+        """The model with the connections that the seed gives it.
+
+        Args:
+            density: by default what the sparsity leaves.
+            weights, storage: as for :func:`rewire.sparsify`. With ``"fresh"`` weights and ``"sparse"``
+                storage no dense weight is made.
+        """
         config = self.config
-        with torch.device("meta"):
-            model = self._build()
+        if weights == "fresh":
+            with torch.device("meta"):
+                model = self._build()
+        else:
+            model = self.dense()
         model = sparsify(
             model,
-            config.sparsity,
+            config.sparsity if density is None else None,
+            density=density,
+            weights=weights,
+            storage=storage,
             assignment=config.assignment,
             exact=config.exact,
             keep_dense=config.keep_dense,
             seed=config.seed,
         )
+        return model.to(self.device) if storage == "sparse" else self._placed(model)
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """With dense weights in the memory format that torch is fastest in."""
+        if self.config.model != "mlp" and self.device.type == "cpu":
+            model = cast(Any, model).to(memory_format=torch.channels_last)
         return model.to(self.device)
 
     def _build(self) -> nn.Module:
@@ -95,15 +113,24 @@ class Job:
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         return kind(model.parameters(), lr=config.lr, weight_decay=decay)
 
-    def samples(self, per_class: int) -> tuple[Tensor, Tensor]:
-        """So many training images of each class, not augmented, and their labels; the seed says which."""
+    def batches(self, per_class: int) -> list[tuple[Tensor, Tensor]]:
+        """So many training images of each class, not augmented, with their labels, in batches of all
+        classes in turn; the seed says which."""
         split, seed = self.dataset.train, self.config.seed
         order = np.random.default_rng(seed).permutation(len(split))
         labels = split.labels.numpy()[order]
         chosen = [order[labels == c][:per_class] for c in range(self.dataset.num_classes)]
-        indices = np.concatenate(chosen)
-        images = split.read((indices, None)).to(self.device)
-        return images, split.labels[torch.from_numpy(indices)].to(self.device)
+        turns = [np.arange(len(found)) for found in chosen]
+        indices = np.concatenate(chosen)[np.argsort(np.concatenate(turns), kind="stable")]
+        return [
+            (
+                split.read((part, None)).to(self.device),
+                split.labels[torch.from_numpy(part)].to(self.device),
+            )
+            for part in np.split(
+                indices, range(self.config.batch_size, len(indices), self.config.batch_size)
+            )
+        ]
 
     def notes(self) -> dict[str, Any]:
         """What has to be known to use the model on other images."""

@@ -17,6 +17,7 @@ from rewire import flops, saving
 from rewire.data import Loader
 from rewire.methods import Rewiring
 from rewire.nn.sparse import SparseLayer
+from rewire.training import methods, rounds
 from rewire.training.folder import Folder
 from rewire.training.interrupts import Interrupted, Interrupts
 from rewire.training.interval import Interval
@@ -44,7 +45,6 @@ class Trainer:
 
     Attributes:
         step: steps done.
-        stage: how often the model was exchanged for another.
         model, optimizer, rewirer: as they are now.
         best, best_epoch: the highest test accuracy so far, and when.
         seconds: time spent, over all sittings.
@@ -53,7 +53,7 @@ class Trainer:
 
     model: nn.Module
     optimizer: Optimizer
-    rewirer: Steps | None
+    rewirer: Steps
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Trainer:
             rank=self.processes.rank,
             world=self.processes.world,
         )
-        self.step = self.stage = self.evaluated = self.best_epoch = 0
+        self.step = self.evaluated = self.best_epoch = 0
         self.best, self.seconds = 0.0, 0.0
         self.rewiring: Rewiring | None = None
         self.sums = torch.zeros(3, dtype=torch.float64)  # loss, hits, images of this epoch
@@ -87,9 +87,13 @@ class Trainer:
 
     def begin(self) -> None:
         """Make the model, or go on from the newest checkpoint."""
+        if self.job.method.kind == "rounds" and self.job.ticket is None:
+            raise ValueError(
+                "this is one round of a sequence: go on with the run in the folder that holds it"
+            )
         loaded = None if self.folder is None else self.folder.load()
         if loaded is None:
-            self._take(self.job.method.start(self.job))
+            self._take(methods.start(self.job))
             position = 0
             self._save_start()
         else:
@@ -112,29 +116,10 @@ class Trainer:
 
     def _take(self, model: nn.Module) -> None:
         self.model = model.train()
-        self._parameters = dict(model.named_parameters())
         self.optimizer = self.job.optimizer(model)
-        self.rewirer = self.job.method.rewirer(self.job, model, self.optimizer)
+        self.rewirer = methods.rewirer(self.job, model, self.optimizer)
         self.processes.start(model)
         self.density = rewire.summary(model, show=False).density
-
-    def swap(
-        self, model: nn.Module, optimizer_state: Mapping[str, dict[str, Any]] | None = None
-    ) -> None:
-        """Go on with another model, for methods that exchange it.
-
-        It may be the same one with other layers. The optimizer and the rewirer are made anew. Parameters of
-        the same name and shape keep their optimizer state; ``optimizer_state`` gives that of others.
-        """
-        held = {name: (p, self.optimizer.state.get(p)) for name, p in self._parameters.items()}
-        self.stage += 1
-        self._take(model)
-        for name, parameter in model.named_parameters():
-            old, state = held.get(name, (None, None))
-            if optimizer_state is not None and name in optimizer_state:
-                self.optimizer.state[parameter] = optimizer_state[name]
-            elif old is not None and state and old.shape == parameter.shape:
-                self.optimizer.state[parameter] = state
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -144,6 +129,8 @@ class Trainer:
         Raises:
             Interrupted: if a signal came; a checkpoint is written.
         """
+        if self.job.config.rounds:
+            return rounds.run(self)
         try:
             self.begin()
             self.progress.begin(self)
@@ -178,15 +165,13 @@ class Trainer:
         loss = F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
         loss.backward()
         self.optimizer.step()
-        self.rewiring = self.rewirer.step() if self.rewirer is not None else None
+        self.rewiring = self.rewirer.step()
         self.step += 1
         with torch.no_grad():
             self.sums += _counts(loss, logits, y)
         if self.rewiring is not None:
             self.density = self.rewiring.active / self.rewiring.possible
             self._tell(_rewiring(self.rewiring))
-        if self.job.method.after_step is not None:
-            self.job.method.after_step(self)
 
     def _seed(self) -> None:
         """Set torch's global generators, for dropout and the like."""
@@ -235,7 +220,7 @@ class Trainer:
     def _finish(self) -> dict[str, Any]:
         counted = flops.count(self.model, self.job.dataset.shape)
         held = rewire.summary(self.model, show=False)
-        training = self.job.method.flops(counted, self.job)
+        training = methods.cost(self.job, counted)
         last = self.last
         summary = {
             "event": "end",
@@ -302,7 +287,6 @@ class Trainer:
         self._tick()
         return {
             "step": self.step,
-            "stage": self.stage,
             "evaluated": self.evaluated,
             "sums": self.sums.clone(),
             "last": getattr(self, "last", None),
@@ -312,13 +296,13 @@ class Trainer:
             "data": self.train.state_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "rewirer": None if self.rewirer is None else self.rewirer.state_dict(),
+            "rewirer": self.rewirer.state_dict(),
             "machine": machine(self.job.device),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        for name in ("step", "stage", "evaluated", "best", "best_epoch", "seconds"):
+        for name in ("step", "evaluated", "best", "best_epoch", "seconds"):
             setattr(self, name, state[name])
         self.sums = state["sums"].clone()
         if state["last"] is not None:
@@ -327,8 +311,7 @@ class Trainer:
         model = shell(self.job, state)
         self._take(model)
         self.optimizer.load_state_dict(state["optimizer"])
-        if self.rewirer is not None:
-            self.rewirer.load_state_dict(state["rewirer"])
+        self.rewirer.load_state_dict(state["rewirer"])
 
     def _compare(self, then: Mapping[str, Any]) -> None:
         now = machine(self.job.device)
@@ -342,7 +325,7 @@ class Trainer:
 
 def shell(job: Job, state: Mapping[str, Any]) -> nn.Module:
     """The model in the state of a Trainer."""
-    model = job.method.shell(job, state)
+    model = methods.shell(job, state)
     model.load_state_dict(state["model"])
     return model
 

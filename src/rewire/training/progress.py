@@ -73,7 +73,7 @@ class Lines(Progress):
     def line(self, entry: dict[str, Any]) -> None:
         if entry["event"] == "rewiring":
             self._rewired = rewired(entry)
-        elif entry["event"] == "end":
+        elif entry["event"] in ("round", "end"):
             print(report(self._trainer, entry), flush=True)
         else:
             self._epoch(entry)

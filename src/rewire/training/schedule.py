@@ -33,7 +33,7 @@ class Schedule:
     drop_factor: float
 
     @classmethod
-    def of(cls, config: Config, steps_per_epoch: int, *, rewires: bool) -> Schedule:
+    def of(cls, config: Config, steps_per_epoch: int) -> Schedule:
         """``scale`` multiplies all of it, ``extend`` all but ``every``; then steps are rounded."""
 
         def steps(epochs: float) -> int:
@@ -42,7 +42,7 @@ class Schedule:
         every = None if config.every is None else max(1, round(config.every * config.scale))
         until = None if config.until is None else steps(config.until)
         total = steps(config.epochs)
-        if rewires and every is not None and every > min(total, until or total):
+        if every is not None and every > min(total, until or total):
             raise ValueError(
                 f"the first rewiring would be after {every} steps, but the last may be after "
                 f"{min(total, until or total)} (an epoch has {steps_per_epoch}): lower every, or raise "

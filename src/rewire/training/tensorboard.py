@@ -39,7 +39,7 @@ class Logged(Progress):
         self._progress.step(trainer)
 
     def line(self, entry: dict[str, Any]) -> None:
-        if entry["event"] != "end":
+        if entry["event"] not in ("round", "end"):
             for name, value in entry.items():
                 if name not in _NOT_SHOWN:
                     self._writer.add_scalar(f"{entry['event']}/{name}", value, entry["step"])

@@ -97,7 +97,7 @@ def _seen(trainer: Trainer) -> list[str]:
     """Where the connections of small images are, and were."""
     job = trainer.job
     after = pixels(trainer.model, job.dataset.shape)
-    if after is None or trainer.rewirer is None or not job.method.rewires:
+    if after is None or job.schedule.every is None or job.method.start != {}:
         return []
     before = pixels(job.sparse(), job.dataset.shape)
     if before is None:

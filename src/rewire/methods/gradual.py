@@ -1,0 +1,164 @@
+"""Gradual magnitude pruning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from rewire import sampling
+from rewire.connections import Connections
+from rewire.methods.arguments import check_choice
+from rewire.methods.base import Rewirer
+from rewire.methods.change import select
+from rewire.methods.handover import hand_over
+from rewire.methods.history import Rewiring
+from rewire.methods.site import Site
+
+
+class Gradual(Rewirer):
+    r"""Gradual magnitude pruning: from a dense model to a sparse one while it trains.
+
+    Every ``every`` steps, and at ``until``, the smallest weights go, so that the sparsity is
+    :math:`s_t = s_f + (s_i - s_f)(1 - (t - t_0) / (t_1 - t_0))^3`, from what the model begins with to
+    ``sparsity``. Until then the layers are masked. At ``until`` sparse layers take their place in the
+    model, and the optimizer goes on with their values and its own state of them.
+
+    Args:
+        model: has masked layers, usually all connections of the user's dense model:
+            ``rewire.sparsify(model, density=1, weights="keep", storage="masked")``.
+        optimizer: trains them.
+        sparsity: the final one, of all these layers together.
+        every: steps from one pruning to the next.
+        until: the step at which the target is reached (:math:`t_1`).
+        begin: the step at which pruning begins (:math:`t_0`).
+        scope: compare weights over the whole model (``"global"``) or layer by layer.
+        storage: what to go on with at the target: ``"sparse"`` or, without a handover, ``"masked"``.
+        seed: for the others' sake; nothing is random.
+
+    A state that was saved after the handover is loaded either into a rewirer of a model with sparse
+    layers already, or before the model's and the optimizer's: the layers are handed over then.
+
+    Reference: Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model
+    compression*, 2017.
+    """
+
+    guided = False
+    settings: ClassVar[tuple[str, ...]] = (
+        *("every", "until", "scope", "seed"),
+        *("sparsity", "begin", "initial", "storage"),
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        sparsity: float,
+        every: int = 1000,
+        until: int,
+        begin: int = 0,
+        scope: str = "global",
+        storage: str = "sparse",
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= sparsity < 1:
+            raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
+        if not 0 <= begin < until:
+            raise ValueError(f"begin must be at least 0 and before until={until}, got {begin}")
+        check_choice("storage", storage, ("sparse", "masked"))
+        self.sparsity, self.begin, self.storage = sparsity, begin, storage
+        self.initial = 0.0
+        super().__init__(
+            *(model, optimizer),
+            every=every,
+            until=until,
+            fraction=lambda t: 0.0,
+            scope=scope,
+            seed=seed,
+        )
+        active = sum(site.layer.count for site in self._sites)
+        self.initial = 1 - active / sum(map(_size, self._sites))
+        self.handed_over = False
+
+    def target(self, t: int) -> float:
+        """The sparsity of step t."""
+        assert self.until is not None
+        left = 1 - min(1.0, max(0.0, (t - self.begin) / (self.until - self.begin)))
+        return float(self.sparsity + (self.initial - self.sparsity) * left**3)
+
+    def alpha(self, t: int) -> float:
+        """The share of the connections that goes at step t."""
+        return max(0.0, 1 - (1 - self.target(t)) / (1 - self.target(t - self.every)))
+
+    def due(self, t: int) -> bool:
+        """Every so many steps between begin and until, and at until."""
+        assert self.until is not None
+        return self.begin < t <= self.until and (t % self.every == 0 or t == self.until)
+
+    @property
+    def conserves(self) -> None:
+        """Nothing."""
+        return None
+
+    def choose(self, sites: Sequence[Site]) -> None:
+        """Keep the largest weights."""
+        for group in self.groups(sites):
+            kept = sampling.ceil((1 - self.target(self.t)) * sum(map(_size, group)))
+            active = sum(site.layer.count for site in group)
+            spare = sum(max(0, site.layer.count - 1) for site in group)
+            count = min(max(0, active - kept), spare)
+            select(group, "pruned", [self.survival(site) for site in group], count)
+            for site in group:
+                site.grown = torch.zeros(0, dtype=torch.bool)
+
+    def explore(self, site: Site) -> Connections:
+        """Nothing grows."""
+        return site.choose(0)
+
+    def step(self) -> Rewiring | None:
+        """Count a training step; prune if it is due, and hand over once the target is reached."""
+        if self.storage == "sparse" and self._group.world > 1:
+            raise RuntimeError(
+                "layers cannot be handed over while several processes train them: give Gradual "
+                'storage="masked"'
+            )
+        rewiring = super().step()
+        assert self.until is not None
+        if self.t >= self.until and self.storage == "sparse":
+            self.hand_over()
+        return rewiring
+
+    def hand_over(self) -> None:
+        """Let sparse layers take the place of the masked ones in the model and the optimizer."""
+        if self.handed_over:
+            return
+        model = self._model()
+        assert model is not None, "the model is gone"
+        new = hand_over(model, self.optimizer)
+        for site in self._sites:
+            site.layer = new.get(site.layer, site.layer)
+            site.clear()
+        self.handed_over = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Rewirer.state_dict`."""
+        return {**super().state_dict(), "handed_over": self.handed_over}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`Rewirer.load_state_dict`; hands over if the saved one had."""
+        if self.handed_over and not state["handed_over"]:
+            raise ValueError(
+                "the state is from before the layers became sparse, and they are already: load it into "
+                "a rewirer of a model with masked layers"
+            )
+        super().load_state_dict(state)
+        if state["handed_over"]:
+            self.hand_over()
+
+
+def _size(site: Site) -> int:
+    return site.layer.n_in * site.layer.n_out

@@ -1,0 +1,141 @@
+"""Sparse networks from scratch: sparse momentum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rewire import sampling
+from rewire.methods.arguments import Fraction, check_number
+from rewire.methods.base import Rewirer
+from rewire.methods.change import select
+from rewire.methods.sharing import share_out
+from rewire.methods.site import Site
+from rewire.methods.streaming import Best
+from rewire.ops import dense
+from rewire.sampling import Batch
+
+
+class SNFS(Rewirer):
+    """Sparse networks from scratch: the momentum of all weights says where to grow, and how much.
+
+    The smallest weights go. What grows is shared out among layers in proportion to the mean magnitude of
+    the momentum of their active weights, and in each layer it is the largest momenta that grow. For that
+    a dense momentum, ``m = momentum * m + (1 - momentum) * gradient``, is kept of every layer, and the
+    dense gradient is evaluated at every step until ``until``.
+
+    Args:
+        model, optimizer, every, until, fraction, seed: see :class:`Rewirer`; nothing is random.
+        momentum: how much of the average stays at a step.
+        scope: compare weights to prune over the whole model (``"global"``), or prune the same share of
+            each layer (``"layer"``), as in the original. Growth moves connections between layers.
+
+    Reference: Dettmers and Zettlemoyer, *Sparse networks from scratch: faster training without losing
+    performance*, 2019.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = (*Rewirer.settings, "momentum")
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int = 1000,
+        until: int,
+        fraction: Fraction = 0.2,
+        momentum: float = 0.9,
+        scope: str = "global",
+        seed: int = 0,
+    ) -> None:
+        if not 0 <= check_number("momentum", momentum) < 1:
+            raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
+        self.momentum = momentum
+        super().__init__(
+            model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
+        )
+
+    @property
+    def conserves(self) -> str:
+        """The model's number of connections."""
+        return "global"
+
+    def watches(self, t: int) -> bool:
+        """Every step up to the last rewiring."""
+        return self.until is None or t <= self.until - self.until % self.every
+
+    def has_seen(self, site: Site) -> bool:
+        """Whether a layer has a momentum."""
+        return "momentum" in site.memory
+
+    def observe(self, site: Site, batch: Batch) -> None:
+        """Add the gradient to the momentum; the first of a step lets the old one fade."""
+        self._begin(site)
+        fading = self.momentum if int(site.memory["step"]) != self.t + 1 else 1.0
+        site.memory["step"].fill_(self.t + 1)
+        for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
+            rows = dense.gradient_rows(batch.conv, batch.dy, batch.x, first, last)
+            part = site.memory["momentum"][first:last]
+            part.mul_(fading).add_(rows, alpha=1 - self.momentum)
+
+    def _begin(self, site: Site) -> None:
+        if "momentum" not in site.memory:
+            units = site.layer.n_out, site.layer.n_in
+            site.memory["momentum"] = site.weights.new_zeros(units)
+            site.memory["step"] = torch.tensor(0)
+
+    def average(self, sites: Sequence[Site]) -> None:
+        """Average the momentum over processes, block by block."""
+        group = self._group
+        if group.world == 1:
+            return
+        seen = group.gather([self.has_seen(site) for site in sites])
+        for site, ranks in zip(sites, zip(*seen, strict=True), strict=True):
+            if any(ranks):
+                self._begin(site)
+                for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
+                    part = site.memory["momentum"][first:last]
+                    (rows,) = group.sum(part)
+                    part.copy_(rows / group.world)
+
+    def choose(self, sites: Sequence[Site]) -> None:
+        """Prune by magnitude; share out by mean momentum; grow the largest momenta."""
+        shares = _integers([_mean_momentum(site) for site in sites])  # before pruning
+        free = [site.free for site in sites]
+        count = self._prune(sites, sum(free))
+        for site, grown in zip(sites, share_out(count, shares, free), strict=True):
+            best = Best(grown)
+            for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
+                best.add(site, first, last, site.memory["momentum"][first:last])
+            ((_, site.subset, site.gradient),) = best.of([site])
+            site.grown = torch.ones(grown, dtype=torch.bool)
+            site.considered = site.free
+
+    def _prune(self, sites: Sequence[Site], free: int) -> int:
+        alpha = self.alpha(self.t)
+        groups = self.groups(sites)
+        active = [sum(site.layer.count for site in group) for group in groups]
+        spare = [sum(max(0, site.layer.count - 1) for site in group) for group in groups]
+        counts = [min(sampling.ceil(alpha * a), s) for a, s in zip(active, spare, strict=True)]
+        counts = share_out(min(sum(counts), free), counts, counts)
+        for group, count in zip(groups, counts, strict=True):
+            select(group, "pruned", [self.survival(site) for site in group], count)
+        return sum(counts)
+
+
+def _mean_momentum(site: Site) -> float:
+    momentum, active = site.memory["momentum"], site.active
+    device = momentum.device
+    mine: Tensor = momentum[active.outputs().to(device), active.inputs().to(device)]
+    mean = float(mine.abs().double().mean()) if mine.numel() else 0.0
+    return mean if mean < float("inf") else 0.0
+
+
+def _integers(shares: list[float]) -> list[int]:
+    """In the same proportions, as near as makes no difference."""
+    most = max(shares, default=0.0)
+    return [round(share / most * 2**40) if most else 0 for share in shares]

@@ -1,0 +1,122 @@
+"""Looking at all connections of a layer without holding one number for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from rewire.connections import Connections
+from rewire.methods.site import Site
+from rewire.ops import dense
+from rewire.ops.sampling import select
+from rewire.sampling import Batch
+
+
+class DenseGradient:
+    """The gradient at all connections of a layer, summed over backward passes.
+
+    It is held as what these passes have seen, and evaluated in blocks of rows when it is asked for; or as
+    itself, where that is smaller.
+
+    Args:
+        n_in, n_out: units on each side.
+        like: of the type and on the device of the gradient.
+    """
+
+    def __init__(self, n_in: int, n_out: int, like: Tensor) -> None:
+        self.n_in, self.n_out = n_in, n_out
+        self._like = like.new_empty(0)
+        self._batches: list[tuple[Batch, tuple[int, int]]] = []
+        self._total: Tensor | None = None
+
+    def add(self, batch: Batch) -> None:
+        """Add a backward pass."""
+        self._batches.append((batch, _versions(batch)))
+        held = sum(b.x.numel() + b.dy.numel() for b, _ in self._batches)
+        if self._total is not None or held >= self.n_in * self.n_out:
+            total = batch.x.new_empty((self.n_out, self.n_in))
+            for first, last in dense.blocks(self.n_out, self.n_in):
+                total[first:last] = self.rows(first, last)
+            self._total, self._batches = total, []
+
+    def rows(self, first: int, last: int) -> Tensor:
+        """That of output units ``first`` to ``last``: (last - first, n_in)."""
+        sums = None if self._total is None else self._total[first:last]
+        for batch, versions in self._batches:
+            if _versions(batch) != versions:
+                raise RuntimeError(
+                    "the input of a layer was changed in place between its backward pass and the "
+                    "rewiring; change a copy instead"
+                )
+            part = dense.gradient_rows(batch.conv, batch.dy, batch.x, first, last)
+            sums = part if sums is None else sums + part
+        return self._like.new_zeros((last - first, self.n_in)) if sums is None else sums
+
+
+def _versions(batch: Batch) -> tuple[int, int]:
+    return batch.x._version, batch.dy._version
+
+
+def _inactive(site: Site, first: int, last: int, keys: Tensor) -> Tensor:
+    """Which of these keys, of output units ``first`` to ``last``, are not active."""
+    active, n_in = site.active, site.layer.n_in
+    indptr = active.indptr[first : last + 1].long().cpu()
+    inputs = active.indices[int(indptr[0]) : int(indptr[-1])].cpu()
+    rows = torch.repeat_interleave(torch.arange(first, last), indptr.diff())
+    taken = rows * n_in + inputs  # ascending
+    if taken.numel() == 0:
+        return torch.ones_like(keys, dtype=torch.bool)
+    at = torch.searchsorted(taken, keys).clamp_(max=taken.numel() - 1)
+    return taken[at] != keys
+
+
+class Best:
+    """The inactive connections with the largest magnitudes of some number, over several layers.
+
+    Of equal ones the first are kept, in the order of layers and connections. At most some times ``count``
+    are held at once.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._found: list[tuple[Tensor, Tensor, Tensor]] = []  # layer, key, number
+        self._held = 0
+        self._least = -1.0
+
+    def add(self, site: Site, first: int, last: int, rows: Tensor) -> None:
+        """Look at the numbers of output units ``first`` to ``last``, (last - first, n_in)."""
+        flat = rows.flatten()
+        if self._least < 0:
+            places = torch.arange(flat.numel(), device=flat.device)
+        else:
+            places = (flat.abs() > self._least).nonzero().flatten()
+        numbers, keys = flat[places].cpu(), places.cpu() + first * site.layer.n_in
+        free = _inactive(site, first, last, keys)
+        keys, numbers = keys[free], numbers[free]
+        self._found.append((torch.full_like(keys, site.index), keys, numbers))
+        self._held += keys.numel()
+        if self._held > 2 * self.count + dense.BLOCK:
+            self._reduce()
+
+    def _reduce(self) -> tuple[Tensor, Tensor, Tensor]:
+        if not self._found:
+            none = torch.empty(0, dtype=torch.int64)
+            return none, none, torch.empty(0)
+        layers, keys, numbers = (torch.cat(part) for part in zip(*self._found, strict=True))
+        kept = select(numbers.abs(), self.count)
+        found = layers[kept], keys[kept], numbers[kept]
+        self._found, self._held = [found], found[1].numel()
+        if self._held == self.count and self.count:
+            least = float(found[2].abs().min())
+            self._least = least if least >= 0 else -1.0  # not a number: compare with none
+        return found
+
+    def of(self, sites: list[Site]) -> Iterator[tuple[Site, Connections, Tensor]]:
+        """Each layer with those that were found in it, and their numbers."""
+        layers, keys, numbers = self._reduce()
+        for site in sites:
+            mine = layers == site.index
+            units = (site.layer.n_in, site.layer.n_out)
+            yield site, Connections.from_keys(keys[mine], *units), numbers[mine]

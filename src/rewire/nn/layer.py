@@ -1,0 +1,93 @@
+"""What a rewirer sees of a layer, whatever its storage."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from rewire.connections import Connections
+from rewire.ops.eager import Probe
+
+
+class ConnectedLayer(nn.Module):
+    """A layer with a set of active connections that can be changed: sparse, or dense under a mask.
+
+    Attributes:
+        bias: dense parameter, or None.
+        n_in, n_out: units on each side.
+        taps: positions of a kernel, 1 in a linear layer.
+        probe: called in every backward pass with (sizes, input, output gradient) while a rewirer wants
+            to see them, else None. Copies of the layer do not have it.
+        holds: the name of the parameter with the weights.
+    """
+
+    bias: nn.Parameter | None
+    n_in: int
+    n_out: int
+    taps: int
+    probe: Probe | None = None
+    holds: ClassVar[str]
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """The parameter with the weights, which the optimizer trains."""
+        parameter = getattr(self, self.holds)
+        assert isinstance(parameter, nn.Parameter)
+        return parameter
+
+    @property
+    def connections(self) -> Connections:
+        """The active connections."""
+        raise NotImplementedError
+
+    @property
+    def count(self) -> int:
+        """How many connections are active."""
+        raise NotImplementedError
+
+    @property
+    def density(self) -> float:
+        """Share of all possible connections that are active."""
+        return self.count / max(1, self.n_in * self.n_out)
+
+    def has(self, connections: Connections) -> bool:
+        """Whether these very connections are still the layer's."""
+        raise NotImplementedError
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """One element per active connection, of a tensor that is shaped like the parameter."""
+        raise NotImplementedError
+
+    def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
+        """A tensor shaped like the parameter would be with these connections, with one element for
+        each of them, and ``rest`` elsewhere."""
+        raise NotImplementedError
+
+    def assign(self, values: Tensor) -> None:
+        """Give the active connections these weights."""
+        raise NotImplementedError
+
+    def set_connections(self, connections: Connections, values: Tensor) -> None:
+        """Replace the connections and their weights; the parameter stays the same object."""
+        raise NotImplementedError
+
+    def _check_fit(self, connections: Connections, values: Tensor | None = None) -> None:
+        if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
+            raise ValueError(
+                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
+                f"of {self.n_out} x {self.n_in}"
+            )
+        if values is not None and tuple(values.shape) != (len(connections),):
+            raise ValueError(
+                f"values has shape {tuple(values.shape)}, expected ({len(connections)},)"
+            )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "probe"}
+
+    def extra_repr(self) -> str:
+        """Connections and density, after what the layer itself says."""
+        total = self.n_in * self.n_out
+        density = f"{100 * self.density:.3g} %"
+        return f"connections={self.count:,} of {total:,} ({density})"
