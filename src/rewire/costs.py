@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from rewire import flops
 from rewire.flops import Flops
+from rewire.methods.registry import METHODS, Spent
 
 ROUNDS = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
 """The sparsities of the lottery's rounds."""
@@ -60,30 +61,24 @@ def costs(here: Flops, before: Sequence[Flops], setting: Setting) -> list[Cost]:
         before: those of the lottery's rounds that come before it.
         setting: all else.
     """
-    f_d, f_s, t = here.dense, here.sparse, setting.every
-    looked = setting.samples * f_d
-    static = flops.static(here)
-    masked = setting.until * 3 * f_d + (1 - setting.until) * static
-    # Of the cubic schedule 1 - (1 - u)^3 the mean is 3/4: so much of what has to go is gone.
-    thinning = setting.until * 3 * (f_d + 3 * f_s) / 4 + (1 - setting.until) * static
-    rigl, gse = (flops.guided(here, t, extra) for extra in (f_d, here.subset(setting.subset)))
-    return [
-        Cost("dense", flops.dense(here), "3 f_D"),
-        Cost("lottery", sum(map(flops.static, before), static), "3 f_S, summed over its rounds"),
-        Cost("gradual", masked, "3 f_D until the target, then 3 f_S"),
-        Cost("gradual, if zeros were free", thinning, "3 f_S, as it falls"),
-        Cost("static", static, "3 f_S"),
-        Cost("snip", static, "3 f_S", 3.0 * looked, f"3 f_D of {setting.samples:,} samples"),
-        Cost("grasp", static, "3 f_S", 9.0 * looked, f"9 f_D of {setting.samples:,} samples"),
-        Cost("synflow", static, "3 f_S", 300.0 * f_d, "3 f_D in each of 100 rounds"),
-        Cost("snfs", flops.snfs(here), "2 f_S + f_D"),
-        Cost("topkast", flops.topkast(here), "2 f_A + f_B"),
-        Cost("rigl", rigl, "(3 f_S T + 2 f_S + f_D) / (T + 1)"),
-        Cost("deepr", static, "3 f_S"),
-        Cost("dsr", static, "3 f_S"),
-        Cost("set", static, "3 f_S"),
-        Cost("gse", gse, "(3 f_S T + 2 f_S + f_G) / (T + 1)"),
-    ]
+    f_d, f_s, samples = here.dense, here.sparse, setting.samples
+    spent = Spent(setting.every, setting.subset, setting.until)
+    looked = {
+        "snip": (3.0 * samples * f_d, f"3 f_D of {samples:,} samples"),
+        "grasp": (9.0 * samples * f_d, f"9 f_D of {samples:,} samples"),
+        "synflow": (300.0 * f_d, "3 f_D in each of 100 rounds"),
+    }
+    rounds = sum(map(flops.static, before), flops.static(here))
+    found = []
+    for name, method in METHODS.items():
+        training = rounds if name == "lottery" else method.cost(here, spent)
+        formula = "3 f_S" if name in looked else method.flops
+        found.append(Cost(name, training, formula, *looked.get(name, ())))
+        if name == "gradual":
+            # Of the cubic schedule 1 - (1 - u)^3 the mean is 3/4: so much of what has to go is gone.
+            thinning = 3 * (setting.until * (f_d + 3 * f_s) / 4 + (1 - setting.until) * f_s)
+            found.append(Cost("gradual, if zeros were free", thinning, "3 f_S, as it falls"))
+    return found
 
 
 # GSE against RigL ---------------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class Method:
 
 LEGEND = (
     "f_D, f_S: forward pass of the dense and the sparse model; T: steps between rewirings; f_G: the "
-    "gradient at GSE's subset; f_A, f_B: with Top-KAST's sets; s_t: the sparsity of step t; s_r: that of "
+    "gradient at GSE's subset; f_A, f_B: with Top-KAST's sets; s_r: the sparsity of "
     "round r"
 )
 
@@ -186,7 +186,7 @@ METHODS: dict[str, Method] = {
         storage=("masked, then sparse", "masked"),
         dense_weights="until the target",
         dense_gradients="until the target",
-        flops="3 f_D until the target, then 3 f_S; in theory 3 f(s_t)",
+        flops="3 f_D until the target, then 3 f_S",
         reference="Zhu and Gupta 2017",
         cost=_gradual_cost,
         options=("every", "until", "scope", "storage"),
