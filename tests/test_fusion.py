@@ -22,9 +22,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from rewire import SparseConv2d, SparseLinear, ops
-from rewire.nn import fusion
+from rewire.nn import promises
 from rewire.nn.fusion import fuse, unfuse
-from rewire.ops import channels
+from rewire.ops import channels, pooling
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
 INSTRUCTION_SETS = ops.instruction_sets() or ["reference"]
@@ -59,7 +59,7 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
 @pytest.fixture(autouse=True)
 def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers promise small outputs too, so that small tests see what large models do."""
-    monkeypatch.setattr(fusion, "_WORTHWHILE", 0)
+    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -356,9 +356,7 @@ def pools(draw: st.DrawFn) -> tuple[Tensor, dict[str, Any]]:
 @given(pools())
 def test_max_pool_of_any_shape(drawn: tuple[Tensor, dict[str, Any]]) -> None:
     x, options = drawn
-    assert_pool(
-        lambda t: channels.max_pool2d(t, **options), lambda t: F.max_pool2d(t, **options), x
-    )
+    assert_pool(lambda t: pooling.max_pool2d(t, **options), lambda t: F.max_pool2d(t, **options), x)
 
 
 @settings(max_examples=120, deadline=None)
@@ -366,9 +364,7 @@ def test_max_pool_of_any_shape(drawn: tuple[Tensor, dict[str, Any]]) -> None:
 def test_mean_pool_of_any_shape(drawn: tuple[Tensor, dict[str, Any]], count: bool) -> None:
     x, options = drawn
     options["count_include_pad"] = count
-    assert_pool(
-        lambda t: channels.avg_pool2d(t, **options), lambda t: F.avg_pool2d(t, **options), x
-    )
+    assert_pool(lambda t: pooling.avg_pool2d(t, **options), lambda t: F.avg_pool2d(t, **options), x)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -383,7 +379,7 @@ def test_pools(
     x = normal(batch, 3, 9, 8, dtype=dtype)
     for count in (True, False):
         assert_pool(
-            lambda t, count=count: channels.avg_pool2d(t, kernel, stride, padding, count),
+            lambda t, count=count: pooling.avg_pool2d(t, kernel, stride, padding, count),
             lambda t, count=count: F.avg_pool2d(
                 t, kernel, stride, padding, count_include_pad=count
             ),
@@ -391,7 +387,7 @@ def test_pools(
         )
     for values in (x, x.round(), torch.zeros_like(x)):
         assert_pool(
-            lambda t: channels.max_pool2d(t, kernel, stride, padding),
+            lambda t: pooling.max_pool2d(t, kernel, stride, padding),
             lambda t: F.max_pool2d(t, kernel, stride, padding),
             values,
         )
@@ -405,7 +401,7 @@ def test_max_pool_of_nan_and_infinities(isa: str) -> None:
     x[2, :, ::2] = torch.inf
     for kernel, stride, padding in ((2, 2, 0), (3, 2, 1), (3, 1, 1)):
         assert_pool(
-            lambda t, a=(kernel, stride, padding): channels.max_pool2d(t, *a),
+            lambda t, a=(kernel, stride, padding): pooling.max_pool2d(t, *a),
             lambda t, a=(kernel, stride, padding): F.max_pool2d(t, *a),
             x,
         )
@@ -416,7 +412,7 @@ def test_max_pool_of_nan_and_infinities(isa: str) -> None:
 )
 def test_adaptive_mean_pool(isa: str, size: Any) -> None:
     assert_pool(
-        lambda t: channels.adaptive_avg_pool2d(t, size),
+        lambda t: pooling.adaptive_avg_pool2d(t, size),
         lambda t: F.adaptive_avg_pool2d(t, size),
         normal(19, 3, 8, 4),
     )
@@ -424,15 +420,15 @@ def test_adaptive_mean_pool(isa: str, size: Any) -> None:
 
 def test_what_the_pooling_kernels_do_not_take() -> None:
     x = batch_last(normal(4, 3, 8, 8))
-    assert channels.max_pool2d(x.contiguous(), 2) is None
-    assert channels.max_pool2d(x[0], 2) is None
-    assert channels.max_pool2d(x, 3, padding=2) is None  # torch says what is wrong
-    assert channels.max_pool2d(x, 9) is None
-    assert channels.avg_pool2d(x, 0) is None
-    assert channels.avg_pool2d(x, 2, 0) is None
-    assert channels.adaptive_avg_pool2d(x, 3) is None  # windows of several sizes
-    assert channels.adaptive_avg_pool2d(x, 16) is None
-    assert channels.max_pool2d(batch_last(normal(4, 3, 20, 20)), 16) is None
+    assert pooling.max_pool2d(x.contiguous(), 2) is None
+    assert pooling.max_pool2d(x[0], 2) is None
+    assert pooling.max_pool2d(x, 3, padding=2) is None  # torch says what is wrong
+    assert pooling.max_pool2d(x, 9) is None
+    assert pooling.avg_pool2d(x, 0) is None
+    assert pooling.avg_pool2d(x, 2, 0) is None
+    assert pooling.adaptive_avg_pool2d(x, 3) is None  # windows of several sizes
+    assert pooling.adaptive_avg_pool2d(x, 16) is None
+    assert pooling.max_pool2d(batch_last(normal(4, 3, 20, 20)), 16) is None
 
 
 @pytest.mark.parametrize(
@@ -442,27 +438,27 @@ def test_what_the_pooling_kernels_do_not_take() -> None:
 def test_pad(amounts: tuple[int, ...], value: float | None) -> None:
     x = normal(6, 3, 4, 5)
     assert_pool(
-        lambda t: channels.pad(t, amounts, value=value),
+        lambda t: pooling.pad(t, amounts, value=value),
         lambda t: F.pad(t, amounts, value=value),
         x,
     )
-    padded = channels.pad(batch_last(x), amounts, value=value)
+    padded = pooling.pad(batch_last(x), amounts, value=value)
     assert padded is not None
     assert padded.stride(0) == 1  # still batch-last
     # A strided slice, as a shortcut takes it.
-    sliced = channels.pad(batch_last(x)[:, :, ::2, ::2], amounts, value=value)
+    sliced = pooling.pad(batch_last(x)[:, :, ::2, ::2], amounts, value=value)
     assert sliced is not None
     assert torch.equal(sliced, F.pad(x[:, :, ::2, ::2], amounts, value=value))
 
 
 def test_what_the_padding_does_not_take() -> None:
     x = batch_last(normal(6, 3, 4, 5))
-    assert channels.pad(x.contiguous(), (1, 1)) is None
-    assert channels.pad(x, (1, -1)) is None
-    assert channels.pad(x, (1, 1), "reflect") is None
-    assert channels.pad(x, (0, 0, 0, 0, 0, 0, 1, 1)) is None
-    assert channels.pad(x, (1,)) is None
-    assert channels.pad(x, ()) is None
+    assert pooling.pad(x.contiguous(), (1, 1)) is None
+    assert pooling.pad(x, (1, -1)) is None
+    assert pooling.pad(x, (1, 1), "reflect") is None
+    assert pooling.pad(x, (0, 0, 0, 0, 0, 0, 1, 1)) is None
+    assert pooling.pad(x, (1,)) is None
+    assert pooling.pad(x, ()) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -483,7 +479,7 @@ def test_any_number_of_threads_gives_the_same_bits(
             relu=True,
             residual=residual,
         )
-        highest, average = channels.max_pool2d(z, 3, 2, 1), channels.avg_pool2d(z, 2)
+        highest, average = pooling.max_pool2d(z, 3, 2, 1), pooling.avg_pool2d(z, 2)
         assert highest is not None
         assert average is not None
         loss = highest.square().sum() + average.square().sum()

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
-from rewire.nn import fusion
-from rewire.nn.fusion import settled
+from rewire.nn import promises
 from rewire.nn.linear import _from_csr
+from rewire.nn.promises import settled
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.ops.channels import Norm
 from rewire.ops.reference import Convolution
@@ -162,9 +162,9 @@ class SparseConv2d(SparseLayer, ConvShape):
             shape = (image.shape[0], self.out_channels, *size)
             if x.dim() == 3:
                 return ops.conv2d(image, *layer, probe=probe).squeeze(0)
-            if min(size) < 1 or not fusion.worthwhile(shape, image, self.values):
+            if min(size) < 1 or not promises.worthwhile(shape, image, self.values):
                 return ops.conv2d(image, *layer, norm=norm, probe=probe)
-            return fusion.promise(
+            return promises.promise(
                 shape,
                 (image, *reads[1:], *self._parameters_used()),
                 lambda relu: ops.conv2d(image, *layer, relu, norm=norm, probe=probe),
@@ -177,7 +177,7 @@ class SparseConv2d(SparseLayer, ConvShape):
         """The tensors that the input is made from, the first of them what the kernels read, and the
         batch norm that they do on the way."""
         unseen = self._pad_first is None and self.probe is None
-        behind = fusion.normalized(x) if unseen else None
+        behind = promises.normalized(x) if unseen else None
         if behind is not None:
             source = behind[0][0]
             if source.dim() == 4 and source.dtype == self.values.dtype:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
-from rewire.nn import fusion
+from rewire.nn import promises
 from rewire.nn.sparse import SparseLayer, keep_mask
 
 
@@ -49,7 +49,7 @@ class SparseLinear(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        x = fusion.settled(x)
+        x = promises.settled(x)
         with torch._C.DisableTorchFunction():
             if x.shape[-1:] != (self.in_features,):
                 raise ValueError(
@@ -64,9 +64,9 @@ class SparseLinear(SparseLayer):
         """One leading dimension: the output, or its promise while a converted model runs."""
         layer, shape = (self.values, self.bias, self.topology), (x.shape[0], self.out_features)
         probe = self.probe
-        if not fusion.worthwhile(shape, x, self.values):
+        if not promises.worthwhile(shape, x, self.values):
             return ops.linear(x, *layer, probe=probe)
-        return fusion.promise(
+        return promises.promise(
             shape,
             (x, *self._parameters_used()),
             lambda rectify: ops.linear(x, *layer, relu=rectify, probe=probe),
@@ -85,9 +85,9 @@ class SparseLinear(SparseLayer):
         def batch_last(relu: bool = False) -> Tensor:
             return ops.linear(rows, *layer, relu=relu, probe=probe).view(shape)
 
-        if not fusion.worthwhile(shape, x, self.values):
+        if not promises.worthwhile(shape, x, self.values):
             return row_major()
-        return fusion.promise(
+        return promises.promise(
             shape,
             (x, *self._parameters_used()),
             lambda rectify: batch_last(relu=True) if rectify else row_major(),

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire.connections import Connections
-from rewire.nn import fusion
+from rewire.nn import promises
 from rewire.nn.conv import ConvShape, SparseConv2d, flatten, unflatten
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.linear import SparseLinear
@@ -245,7 +245,7 @@ class MaskedConv2d(MaskedLayer, ConvShape):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
-        x = fusion.settled(x)
+        x = promises.settled(x)
         self._check_image(x)
         image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
         sizes = self._sizes

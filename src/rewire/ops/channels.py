@@ -1,4 +1,4 @@
-"""Batch normalisation, pooling and padding of batch-last activations.
+"""Batch normalisation of batch-last activations.
 
 In batch-last memory a channel is one contiguous run, so these are short loops; torch's own kernels
 are several times slower on such strides. Their results and gradients are those of
@@ -16,12 +16,12 @@ from torch import Tensor
 from rewire.ops import layout, native, recording
 
 
-def _apply(function: Any, *args: Any) -> Tensor:
+def apply(function: Any, *args: Any) -> Tensor:
     result: Tensor = recording.apply(function, *args)
     return result
 
 
-def _kernels(x: Tensor) -> Any | None:
+def kernels_for(x: Tensor) -> Any | None:
     """The kernels, if ``x`` is batch-last memory that they can read."""
     if x.numel() == 0 or not layout.prefers_batch_last(x):
         return None
@@ -172,7 +172,7 @@ def _batch_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
 
 def can_batch_norm(x: Tensor, *others: Tensor | None) -> bool:
     """Whether :func:`batch_norm` has a kernel for these tensors."""
-    return _kernels(x) is not None and all(
+    return kernels_for(x) is not None and all(
         t is None or (t.dtype == x.dtype and t.is_cpu and t.is_contiguous()) for t in others
     )
 
@@ -209,11 +209,11 @@ def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         if residual.shape != x.shape or residual.dtype != x.dtype:
             raise ValueError("the residual must have the shape and type of the input")
         residual = (
-            _apply(_Settle, residual) if residual.requires_grad else layout.to_batch_last(residual)
+            apply(_Settle, residual) if residual.requires_grad else layout.to_batch_last(residual)
         )
     tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return _apply(_BatchNorm, *tensors, norm)
+        return apply(_BatchNorm, *tensors, norm)
     return _batch_norm(x, residual, norm)
 
 
@@ -228,180 +228,3 @@ class _Settle(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         return dy
-
-
-class _MaxPool(torch.autograd.Function):
-    """Of ``x``, or of its batch norm, which then has no output in memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor | None,
-        bias: Tensor | None,
-        norm: Norm | None,
-        sizes: tuple[int, ...],
-        out: tuple[int, int],
-    ) -> Tensor:
-        kernels = native.kernels(x)
-        assert kernels is not None
-        batch, channels, height, width = x.shape
-        pool = native.pool(batch, height, width, *out, *sizes)
-        shape = (batch, channels, *out)
-        y = native.empty(kernels, shape, layout.strides(shape), x)
-        # The tap of each maximum, a byte each, in memory of the tensor's own type.
-        words = -(-y.numel() // x.element_size()) if x.requires_grad else 0
-        which = native.empty(kernels, (words,), (1,), x)
-        kernels.max_pool(
-            *(pool, channels, None if norm is None else norm.kernel(kernels, x)),
-            *(x.data_ptr(), y.data_ptr(), which.data_ptr() if which.numel() else 0),
-            native.threads(),
-        )
-        kept = (None, None, None, None, None) if norm is None else (x, *norm[:4])
-        ctx.save_for_backward(which, *kept)
-        ctx.pool, ctx.shape = pool, tuple(x.shape)
-        ctx.options = None if norm is None else norm[4:]
-        if norm is not None:
-            norm.read()
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        which, x, *kept = ctx.saved_tensors
-        dy = layout.to_batch_last(dy)
-        kernels = native.kernels(dy)
-        assert kernels is not None
-        dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
-        norm, factors, dweight, dbias = None, None, None, None
-        if ctx.options is not None:
-            norm = Norm(*kept, *ctx.options)
-            factors = norm.factors()
-            norm.leave(dx, factors)
-            dweight, dbias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
-        kernels.max_pool_gradient(
-            *(ctx.pool, ctx.shape[1], None if norm is None else norm.kernel(kernels, x)),
-            *(native.address(x), dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
-            *(native.address(dweight), native.address(dbias), native.address(factors)),
-            native.threads(),
-        )
-        wanted = ctx.needs_input_grad
-        return dx, dweight if wanted[1] else None, dbias if wanted[2] else None, None, None, None
-
-
-class _MeanPool(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, sizes: tuple[int, ...], out: tuple[int, int], count_padding: bool
-    ) -> Tensor:
-        kernels = native.kernels(x)
-        assert kernels is not None
-        batch, channels, height, width = x.shape
-        pool = native.pool(batch, height, width, *out, *sizes, count_padding=count_padding)
-        shape = (batch, channels, *out)
-        y = native.empty(kernels, shape, layout.strides(shape), x)
-        kernels.mean_pool(pool, channels, x.data_ptr(), y.data_ptr(), native.threads())
-        ctx.pool, ctx.shape = pool, tuple(x.shape)
-        return y
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        dy = layout.to_batch_last(dy)
-        kernels = native.kernels(dy)
-        assert kernels is not None
-        dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
-        kernels.mean_pool_gradient(
-            ctx.pool, ctx.shape[1], dy.data_ptr(), dx.data_ptr(), native.threads()
-        )
-        return dx, None, None, None
-
-
-def _pair(value: Any) -> tuple[int, int]:
-    first, second = (value, value) if isinstance(value, int) else value
-    return int(first), int(second)
-
-
-def _pool_sizes(
-    x: Tensor, kernel_size: Any, stride: Any, padding: Any
-) -> tuple[tuple[int, ...], tuple[int, int]] | None:
-    """(kernel, stride, padding) in a row and the output size; None if torch should see to it."""
-    kernel, pad = _pair(kernel_size), _pair(padding)
-    step = kernel if stride is None or stride == [] or stride == () else _pair(stride)
-    fits = min(*kernel, *step) > 0 and kernel[0] * kernel[1] <= 255
-    if not fits or min(pad) < 0 or 2 * pad[0] > kernel[0] or 2 * pad[1] > kernel[1]:
-        return None
-    out = tuple((x.shape[2 + a] + 2 * pad[a] - kernel[a]) // step[a] + 1 for a in (0, 1))
-    if min(out) < 1:
-        return None
-    return (*kernel, *step, *pad), (out[0], out[1])
-
-
-def max_pool2d(
-    x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, norm: Norm | None = None
-) -> Tensor | None:
-    """``F.max_pool2d`` of a batch-last tensor, after ``norm``, or None where torch has to do it."""
-    if x.dim() != 4 or _kernels(x) is None:
-        return None
-    sizes = _pool_sizes(x, kernel_size, stride, padding)
-    affine = (None, None) if norm is None else norm[:2]
-    return None if sizes is None else _apply(_MaxPool, x, *affine, norm, *sizes)
-
-
-def avg_pool2d(
-    x: Tensor,
-    kernel_size: Any,
-    stride: Any = None,
-    padding: Any = 0,
-    count_include_pad: bool = True,
-) -> Tensor | None:
-    """``F.avg_pool2d`` of a batch-last tensor, or None where torch has to do it."""
-    if x.dim() != 4 or _kernels(x) is None:
-        return None
-    sizes = _pool_sizes(x, kernel_size, stride, padding)
-    return None if sizes is None else _apply(_MeanPool, x, *sizes, count_include_pad)
-
-
-def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor | None:
-    """``F.adaptive_avg_pool2d`` of a batch-last tensor whose sides the output divides, or None."""
-    if x.dim() != 4:
-        return None
-    wanted = (
-        (output_size, output_size)
-        if output_size is None or isinstance(output_size, int)
-        else output_size
-    )
-    out = [x.shape[2 + a] if size is None else int(size) for a, size in enumerate(wanted)]
-    if min(out) < 1 or x.shape[2] % out[0] or x.shape[3] % out[1]:
-        return None
-    return avg_pool2d(x, (x.shape[2] // out[0], x.shape[3] // out[1]))
-
-
-class _Pad(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, amounts: tuple[tuple[int, int], ...], value: float) -> Tensor:
-        shape = tuple(size + sum(amounts[d]) for d, size in enumerate(x.shape))
-        out = layout.empty(shape, x).fill_(value)
-        ctx.inner = tuple(
-            slice(before, before + x.shape[d]) for d, (before, _) in enumerate(amounts)
-        )
-        out[ctx.inner].copy_(x)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy[ctx.inner], None, None
-
-
-def pad(
-    x: Tensor, amounts: Any, mode: str = "constant", value: float | None = None
-) -> Tensor | None:
-    """``F.pad`` with a constant, of a tensor whose batch is innermost, or None."""
-    pairs = len(amounts) // 2
-    if mode != "constant" or x.dim() != 4 or x.stride(0) != 1 or x.shape[0] < 2:
-        return None
-    if not pairs or len(amounts) % 2 or pairs > 3 or min(amounts) < 0 or native.kernels(x) is None:
-        return None
-    by_dim = [(0, 0)] * (4 - pairs)
-    by_dim += [(amounts[2 * i], amounts[2 * i + 1]) for i in reversed(range(pairs))]
-    return _apply(_Pad, x, tuple(by_dim), 0.0 if value is None else value)

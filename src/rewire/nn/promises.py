@@ -1,0 +1,332 @@
+"""Results that are not computed yet, and may take in what is done to them first.
+
+A batch norm or a sparse layer in a model that runs (see :mod:`rewire.nn.fusion`) answers with a
+:class:`Pending` result, a promise that is computed when it is first used: if that use adds a tensor or
+rectifies, it happens in the same pass over memory. Sparse layers also measure what a batch norm wants to
+know. A sparse convolution or a maximum pooling that is given the promise of a batch norm does the
+normalisation itself, where it reads.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from rewire.ops import layout, recording
+from rewire.ops.channels import Moments, Norm, Owed
+
+Compute = Callable[[bool], Tensor]  # rectify -> result
+_WORTHWHILE = 1 << 15  # elements of an output
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _State:
+    """What a promise knows: how to compute the result, from what, and the result once it is there."""
+
+    def __init__(
+        self,
+        reads: tuple[Tensor, ...],
+        compute: Compute,
+        add: Callable[[Tensor], Compute] | None,
+        activated: Callable[[], Tensor] | None,
+        measure: Callable[[Moments], Tensor] | None,
+        norm: Norm | None,
+    ) -> None:
+        self.reads, self.compute, self.add, self.activated = reads, compute, add, activated
+        self.measure, self.norm = measure, norm
+        self.versions = [_version(tensor) for tensor in reads]
+        self.grad_mode = torch.is_grad_enabled()
+        self.result: Tensor | None = None
+        self.owed = Owed()  # to who reads the result
+        self.replaced = False
+
+    def run(self, compute: Callable[[], Tensor]) -> Tensor:
+        """Compute as if at the time of the promise."""
+        self.check()
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None:  # set for what comes later
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self.grad_mode):
+                return compute()
+        finally:
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def undisturbed(self) -> bool:
+        """Whether autograd records now, as it did at the time of the promise. Where it does not, this
+        may be a checkpointed block, whose output must be an ordinary tensor."""
+        return self.grad_mode and torch.is_grad_enabled() and not hooked()
+
+    def check(self) -> None:
+        if self.versions != [_version(tensor) for tensor in self.reads]:
+            raise RuntimeError(
+                "the input or a parameter of a layer was changed in place before the layer's output "
+                "was used; change a copy instead"
+            )
+
+    def settle(self) -> Tensor:
+        """The plain result."""
+        if self.result is None:
+            self.result = self.run(lambda: self.compute(False))
+        self.owed.readers += 1
+        return self.result
+
+
+class _Link(torch.autograd.Function):
+    """Takes gradients back from where a promise was used without our seeing it."""
+
+    @staticmethod
+    def forward(ctx: Any, make: Callable[[], Pending], state: _State, *reads: Tensor) -> Pending:
+        ctx.state = state
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if ctx.state.replaced:
+            raise RuntimeError("the output of a batch norm was changed in place after it was used")
+        wanted = ctx.needs_input_grad[2:]
+        reads = [t for t, needed in zip(ctx.state.reads, wanted, strict=True) if needed]
+        grads = iter(
+            torch.autograd.grad(ctx.state.settle(), reads, dy, retain_graph=True, allow_unused=True)
+        )
+        return None, None, *(next(grads) if needed else None for needed in wanted)
+
+
+class Pending(torch.Tensor):
+    """A result that is not computed yet, and may take in what is done to it first."""
+
+    _state: _State
+
+    def settle(self) -> Tensor:
+        """The result as an ordinary tensor."""
+        return self._state.settle()
+
+    def measured(self) -> tuple[Tensor, Moments | None]:
+        """The result, and its moments if they could be had on the way."""
+        state = self._state
+        if state.result is not None or state.measure is None:
+            return self.settle(), None
+        measure = state.measure
+        mean, variance = (torch.empty(self.shape[1], dtype=self.dtype) for _ in range(2))
+        moments = Moments(mean, variance, state.owed)
+        state.result = state.run(lambda: measure(moments))
+        return state.result, moments
+
+    def _rectify(self, in_place: bool) -> Tensor:
+        state = self._state
+        if state.result is not None:
+            return F.relu(self.settle(), inplace=in_place)
+        if state.norm is not None and not state.norm.relu and state.undisturbed():
+            with torch._C.DisableTorchFunction():
+                state.check()
+                rectified = promise(
+                    *(tuple(self.shape), state.reads, lambda _: state.compute(True)),
+                    norm=state.norm._replace(relu=True),
+                )
+            if not in_place:
+                return rectified
+            if isinstance(rectified, Pending):
+                state.replaced = True
+                self._state = rectified._state
+                return rectified
+        result = state.run(lambda: state.compute(True))
+        if in_place:
+            state.result = result
+        return result
+
+    def _plus(self, other: Any, in_place: bool) -> Any:
+        """The promise of the sum, or NotImplemented."""
+        other, state = settled(other), self._state
+        if state.add is None or state.result is not None:
+            return NotImplemented
+        with torch._C.DisableTorchFunction():
+            if not isinstance(other, Tensor) or not other.is_cpu:
+                return NotImplemented
+            same = other.shape == self.shape and other.dtype == self.dtype
+            if not same or not layout.prefers_batch_last(other):
+                return NotImplemented
+            state.check()
+            total = promise(tuple(self.shape), (*state.reads, other), state.add(other))
+        if in_place and isinstance(total, Pending):  # everyone who holds this sees the sum
+            state.replaced = True
+            self._state = total._state
+        return total if not in_place or isinstance(total, Pending) else NotImplemented
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in _RECTIFY and isinstance(first, Pending):
+            in_place = func in _IN_PLACE or bool(args[1:] and args[1])
+            return first._rectify(in_place or bool(kwargs.get("inplace")))
+        if func in _POINTWISE and isinstance(first, Pending):
+            state = first._state
+            if state.activated is not None and state.result is None:
+                return func(state.run(state.activated), *args[1:], **kwargs)
+        if func in _ADD and len(args) == 2 and not kwargs:
+            if isinstance(first, Pending):
+                result = first._plus(args[1], func in _IN_PLACE)
+            else:
+                result = NotImplemented if func in _IN_PLACE else args[1]._plus(first, False)
+            if result is not NotImplemented:
+                return result
+        args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+def promise(
+    shape: tuple[int, ...],
+    reads: tuple[Tensor, ...],
+    compute: Compute,
+    add: Callable[[Tensor], Compute] | None = None,
+    activated: Callable[[], Tensor] | None = None,
+    measure: Callable[[Moments], Tensor] | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """The promise of a tensor, or the tensor itself where a promise would be noticed.
+
+    Args:
+        shape: of the result.
+        reads: the tensors that it is computed from, the input first.
+        compute: gives the result, plain or rectified.
+        add: gives ``compute`` for the sum with another tensor, if that can be taken in.
+        activated: gives the result in memory that pointwise functions may keep, where the plain
+            result is row-major; else it is batch-last.
+        measure: gives the plain result and writes its moments.
+        norm: the batch norm that this is the output of, ``reads[0]`` being its input.
+    """
+    x, grad = reads[0], torch.is_grad_enabled()
+    if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
+        return compute(False)
+    strides = layout.strides(shape) if activated is None else layout.contiguous_strides(shape)
+
+    def make() -> Pending:
+        pending: Pending = torch.Tensor._make_wrapper_subclass(
+            Pending, shape, strides=strides, dtype=x.dtype, device=x.device
+        )
+        return pending
+
+    state = _State(reads, compute, add, activated, measure, norm)
+    linked = grad and any(tensor.requires_grad for tensor in reads)
+    pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
+    pending._state = state
+    if _local.running:
+        _local.running[-1].pending.append(weakref.ref(pending))
+    return pending
+
+
+def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
+    """Whether a layer should promise its output: a model runs, and a pass over memory costs more
+    than the promise."""
+    return (
+        bool(_local.running)
+        and math.prod(shape) >= _WORTHWHILE
+        and x.dtype == values.dtype
+        and type(x) is Tensor
+    )
+
+
+def hooked() -> bool:
+    """Whether something wants to see what autograd saves, to compute it again later."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+_METADATA = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cpu")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "layout")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
+    *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
+}
+_RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
+_POINTWISE = {
+    *(F.gelu, F.silu, F.elu, F.selu, F.celu, F.leaky_relu, F.mish, F.hardswish, F.softplus),
+    *(torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid, F.tanh, F.sigmoid),
+}
+_ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
+_IN_PLACE = {F.relu_, torch.relu_, Tensor.relu_, Tensor.add_, Tensor.__iadd__}
+
+
+def settled(x: Any) -> Any:
+    """``x`` as an ordinary tensor, computed now if it was pending."""
+    return x.settle() if isinstance(x, Pending) else x
+
+
+def normalized(x: Any) -> tuple[tuple[Tensor, ...], Norm] | None:
+    """What is behind the promise of a batch norm: the tensors that it reads, its input first."""
+    if not isinstance(x, Pending):
+        return None
+    state = x._state
+    if state.result is not None or state.norm is None or not state.undisturbed():
+        return None
+    state.check()
+    return state.reads, state.norm
+
+
+def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share memory."""
+    with torch._C.DisableTorchFunction():
+        try:
+            return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        except (NotImplementedError, RuntimeError):  # no memory of its own
+            return True
+
+
+class Promises:
+    """What a running model has promised."""
+
+    def __init__(self) -> None:
+        self.pending: list[weakref.ref[Pending]] = []
+
+    def settle(self, changing: Tensor | None = None) -> None:
+        """Compute all that is still pending, or what reads the memory of one tensor."""
+        pending, self.pending = self.pending, []
+        for reference in pending:
+            it = reference()
+            if it is None or it._state.result is not None:
+                continue
+            if changing is None or any(_overlap(changing, read) for read in it._state.reads):
+                it.settle()
+            else:
+                self.pending.append(reference)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.running: list[Promises] = []
+
+
+_local = _Local()
+
+
+def begin() -> Promises:
+    """A model begins to run; it must :func:`end`."""
+    promises = Promises()
+    _local.running.append(promises)
+    return promises
+
+
+def end() -> None:
+    """The model that began last has run."""
+    _local.running.pop()
