@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
+from rewire.nn.fusion import unfuse
 from rewire.ops.channels import Owed
 
 Forward = Callable[["Net", Tensor], Tensor]
@@ -186,6 +189,21 @@ def test_hooks_see_the_whole_gradient() -> None:
     same_gradients(sparse, dense, x, like, 1e-11)
 
 
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
+def test_hooks_that_would_never_be_called_are_refused(hook: str) -> None:
+    def late(net: Net, x: Tensor) -> Tensor:
+        normed = net.unit(0, x)
+        out = net.convs[1](normed)
+        getattr(normed, hook)(*[print] * (hook == "register_hook"))
+        return out
+
+    sparse, dense = pair(late)
+    with pytest.raises(RuntimeError, match="before the next layer"):
+        sparse(inputs()[0])
+    rewire.nn.fusion.unfuse(sparse)
+    torch.testing.assert_close(sparse(inputs()[0]), dense(inputs()[0]))
+
+
 def test_probes_see_the_whole_gradient() -> None:
     sparse, dense = pair(chain)
     x, like = inputs()
@@ -230,3 +248,164 @@ def test_training_follows_the_dense_twin() -> None:
                 conv.weight.mul_(mask)
     for conv, twin in zip(sparse.convs, dense.convs, strict=True):
         torch.testing.assert_close(conv.to_dense().weight, twin.weight, rtol=0, atol=1e-11)
+
+
+def compare(way: Forward, prepare: Callable[[Net], object] = lambda net: None) -> None:
+    sparse, dense = pair(way)
+    x, like = inputs()
+    for model, value in ((sparse, x), (dense, like)):
+        prepare(model)
+        (model(value).square().mean() * 100).backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+@pytest.mark.parametrize("way", [chain, pooled], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("where", ["convs", "norms"])
+def test_module_hooks(way: Forward, where: str) -> None:
+    def prepare(net: Net) -> None:
+        for module in getattr(net, where):
+            module.register_full_backward_hook(lambda *_: None)
+
+    compare(way, prepare)
+
+
+PARTS: dict[str, Callable[[Net, Tensor, Callable[..., Tensor]], Tensor]] = {
+    "convolution": lambda net, x, again: net.norms[1](again(net.convs[1], net.unit(0, x))),
+    "norm": lambda net, x, again: net.unit(1, F.relu(again(net.norms[0], net.convs[0](x)))),
+    "rectifier": lambda net, x, again: net.unit(1, again(F.relu, net.norms[0](net.convs[0](x)))),
+    "pool": lambda net, x, again: net.unit(1, again(lambda t: F.max_pool2d(t, 2), net.unit(0, x))),
+    "unit": lambda net, x, again: net.unit(2, again(lambda t: net.unit(1, t), net.unit(0, x))),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_parts(part: str, reentrant: bool) -> None:
+    compare(lambda net, x: PARTS[part](net, x, partial(checkpoint, use_reentrant=reentrant)))
+
+
+@pytest.mark.parametrize("way", [chain, pooled, residual], ids=lambda way: way.__name__)
+def test_each_gradient_alone(way: Forward) -> None:
+    sparse, _ = pair(way)
+    x, _ = inputs()
+    loss = sparse(x).square().mean()
+    wanted = [x, *sparse.parameters()]
+    together = torch.autograd.grad(loss, wanted, retain_graph=True)
+    for tensor, expected in zip(wanted, together, strict=True):
+        (alone,) = torch.autograd.grad(loss, tensor, retain_graph=True)
+        assert torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("way", [chain, pooled, residual], ids=lambda way: way.__name__)
+def test_two_calls_before_one_backward(way: Forward) -> None:
+    sparse, dense = pair(way)
+    x, like = inputs()
+    for model, value in ((sparse, x), (dense, like)):
+        ((model(value) - model(value.flip(0) * 2)).square().mean() * 100).backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+def test_an_error_in_the_middle_of_a_backward_pass() -> None:
+    sparse, dense = pair(residual)
+    x, like = inputs()
+    fail = [True]
+
+    def probe(*_: object) -> None:
+        if fail[0]:
+            raise ValueError("on purpose")
+
+    sparse.convs[0].probe = probe
+    loss = sparse(x).sum()
+    with pytest.raises(ValueError, match="on purpose"):
+        loss.backward(retain_graph=True)
+    fail[0] = False
+    sparse.zero_grad()
+    loss.backward()
+    dense(like).sum().backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+@pytest.mark.parametrize("rectified", [True, False])
+@pytest.mark.parametrize(
+    "sizes",
+    [(2, 2, 0), (3, 1, 1), (2, 3, 0), ((2, 3), (1, 2), (1, 1)), (5, 1, 2), (16, 1, 0), (17, 1, 8)],
+    ids=str,
+)
+def test_pools_of_a_batch_norm(sizes: tuple[int, int, int], rectified: bool) -> None:
+    """Overlapping or apart, and the last with too many taps for the kernels."""
+
+    def way(net: Net, x: Tensor) -> Tensor:
+        first = net.norms[0](net.convs[0](x))
+        return net.unit(1, F.max_pool2d(F.relu(first) if rectified else first, *sizes))
+
+    compare(way)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5])
+def test_ties_in_a_pool(value: float) -> None:
+    def prepare(net: Net) -> None:
+        with torch.no_grad():
+            net.norms[0].weight[::2] = 0
+            net.norms[0].bias[::2] = value
+
+    compare(pooled, prepare)
+
+
+def test_optimizer_steps_inside_a_backward_pass() -> None:
+    """A layer's weights change as soon as their gradient is there."""
+    sparse, dense = pair(residual)
+    x, like = inputs()
+
+    def step(parameter: Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(0.1 * parameter.grad)
+
+    for model, value in ((sparse, x), (dense, like)):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        model(value).square().mean().backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "grabo", "graest"])
+def test_rewiring_is_that_of_a_model_without_fusion(distribution: str) -> None:
+    models = [pair(residual)[0] for _ in range(2)]
+    unfuse(models[1])
+    x = inputs()[0].detach()
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        rewirer = rewire.GSE(model, optimizer, every=2, until=20, distribution=distribution)
+        for _ in range(6):
+            optimizer.zero_grad()
+            (model(x) - 1).square().mean().backward()
+            optimizer.step()
+            rewirer.step()
+    for ours, theirs in zip(models[0].convs, models[1].convs, strict=True):
+        assert torch.equal(ours.indices, theirs.indices)
+        torch.testing.assert_close(ours.values, theirs.values, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("ratio", [0, 1000])
+def test_rounding_with_means_far_from_zero(ratio: float) -> None:
+    """In float32 the error is that of torch's own kernels, about the same or less."""
+
+    def plain(net: Net, x: Tensor) -> Tensor:
+        first = net.norms[0](net.convs[0](x))
+        return net.norms[1](net.convs[1](first))
+
+    sparse = pair(plain, torch.float32)[0]
+    for conv in sparse.convs:
+        shift = torch.full((conv.out_channels,), 0.5 * ratio)
+        conv.bias = nn.Parameter(shift)
+    dense = rewire.densify(copy.deepcopy(sparse))
+    exact = copy.deepcopy(dense).double()
+    x = inputs(torch.float32)[0].detach()
+    grads = []
+    for model in (sparse, dense, exact):
+        value = x.clone().to(model.norms[0].weight.dtype).requires_grad_()
+        out = model(value)
+        out.backward(torch.randn(x.shape[0], 8, 16, 16, generator=torch.manual_seed(2)).to(out))
+        weight = model.norms[0].weight.grad
+        grads.append([t.double() for t in (value.grad, weight)])
+    for ours, theirs, truth in zip(*grads, strict=True):
+        assert (ours - truth).norm() <= 4 * (theirs - truth).norm() + 1e-6 * truth.norm()

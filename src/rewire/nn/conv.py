@@ -171,6 +171,7 @@ class SparseConv2d(SparseLayer, ConvShape):
                 measure=lambda moments: ops.conv2d(
                     image, *layer, moments=moments, norm=norm, probe=probe
                 ),
+                leaves=None if norm is None else norm.owed,
             )
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:

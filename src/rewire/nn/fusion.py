@@ -70,7 +70,7 @@ def _batch_norm(
 
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
-    return promise(tuple(input.shape), present, plus(None), plus, norm=norm)
+    return promise(tuple(input.shape), present, plus(None), plus, norm=norm, leaves=owed)
 
 
 def _max_pool2d(

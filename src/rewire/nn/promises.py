@@ -42,14 +42,16 @@ class _State:
         activated: Callable[[], Tensor] | None,
         measure: Callable[[Moments], Tensor] | None,
         norm: Norm | None,
+        leaves: Owed | None,
     ) -> None:
         self.reads, self.compute, self.add, self.activated = reads, compute, add, activated
-        self.measure, self.norm = measure, norm
+        self.measure, self.norm, self.leaves = measure, norm, leaves
         self.versions = [_version(tensor) for tensor in reads]
         self.grad_mode = torch.is_grad_enabled()
         self.result: Tensor | None = None
         self.owed = Owed()  # to who reads the result
         self.replaced = False
+        self.read_behind = False  # by a layer that does the batch norm itself
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute as if at the time of the promise."""
@@ -81,7 +83,17 @@ class _State:
         if self.result is None:
             self.result = self.run(lambda: self.compute(False))
         self.owed.readers += 1
+        if self.leaves is not None and self.grad_mode and not torch.is_grad_enabled():
+            # Perhaps inside an autograd function, whose gradient comes by way of the promise: then what
+            # computes the result may run twice in one backward pass.
+            self.leaves.readers += 1
         return self.result
+
+    def again(self) -> Tensor:
+        """The result with a graph of its own: that of the other may be gone in a backward pass."""
+        if self.result is not None and _version(self.result):
+            return self.settle()
+        return self.run(lambda: self.compute(False))
 
 
 class _Link(torch.autograd.Function):
@@ -99,7 +111,7 @@ class _Link(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         reads = [t for t, needed in zip(ctx.state.reads, wanted, strict=True) if needed]
         grads = iter(
-            torch.autograd.grad(ctx.state.settle(), reads, dy, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(ctx.state.again(), reads, dy, retain_graph=True, allow_unused=True)
         )
         return None, None, *(next(grads) if needed else None for needed in wanted)
 
@@ -134,6 +146,7 @@ class Pending(torch.Tensor):
                 rectified = promise(
                     *(tuple(self.shape), state.reads, lambda _: state.compute(True)),
                     norm=state.norm._replace(relu=True),
+                    leaves=state.leaves,
                 )
             if not in_place:
                 return rectified
@@ -141,9 +154,10 @@ class Pending(torch.Tensor):
                 state.replaced = True
                 self._state = rectified._state
                 return rectified
-        result = state.run(lambda: state.compute(True))
+        compute = state.compute
+        result = state.run(lambda: compute(True))
         if in_place:
-            state.result = result
+            state.result, state.compute = result, lambda _: compute(True)
         return result
 
     def _plus(self, other: Any, in_place: bool) -> Any:
@@ -158,7 +172,8 @@ class Pending(torch.Tensor):
             if not same or not layout.prefers_batch_last(other):
                 return NotImplemented
             state.check()
-            total = promise(tuple(self.shape), (*state.reads, other), state.add(other))
+            reads = (*state.reads, other)
+            total = promise(tuple(self.shape), reads, state.add(other), leaves=state.leaves)
         if in_place and isinstance(total, Pending):  # everyone who holds this sees the sum
             state.replaced = True
             self._state = total._state
@@ -171,6 +186,11 @@ class Pending(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
+        if func in _HOOKS and isinstance(first, Pending) and first._state.read_behind:
+            raise RuntimeError(
+                "a layer has read this batch norm's output without its ever being computed, so no "
+                "gradient will come by here: register hooks before the next layer is called"
+            )
         if func in _RECTIFY and isinstance(first, Pending):
             in_place = func in _IN_PLACE or bool(args[1:] and args[1])
             return first._rectify(in_place or bool(kwargs.get("inplace")))
@@ -204,6 +224,7 @@ def promise(
     activated: Callable[[], Tensor] | None = None,
     measure: Callable[[Moments], Tensor] | None = None,
     norm: Norm | None = None,
+    leaves: Owed | None = None,
 ) -> Tensor:
     """The promise of a tensor, or the tensor itself where a promise would be noticed.
 
@@ -216,6 +237,7 @@ def promise(
             result is row-major; else it is batch-last.
         measure: gives the plain result and writes its moments.
         norm: the batch norm that this is the output of, ``reads[0]`` being its input.
+        leaves: to whom a part of the gradient of ``reads[0]`` may be left.
     """
     x, grad = reads[0], torch.is_grad_enabled()
     if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
@@ -228,7 +250,7 @@ def promise(
         )
         return pending
 
-    state = _State(reads, compute, add, activated, measure, norm)
+    state = _State(reads, compute, add, activated, measure, norm, leaves)
     linked = grad and any(tensor.requires_grad for tensor in reads)
     pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
@@ -259,6 +281,7 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
     *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
 }
+_HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _POINTWISE = {
     *(F.gelu, F.silu, F.elu, F.selu, F.celu, F.leaky_relu, F.mish, F.hardswish, F.softplus),
@@ -281,6 +304,7 @@ def normalized(x: Any) -> tuple[tuple[Tensor, ...], Norm] | None:
     if state.result is not None or state.norm is None or not state.undisturbed():
         return None
     state.check()
+    state.read_behind = True
     return state.reads, state.norm
 
 

@@ -28,6 +28,10 @@ def kernels_for(x: Tensor) -> Any | None:
     return native.kernels(x)
 
 
+def _current_pass() -> int:
+    return int(torch._C._current_graph_task_id())
+
+
 class Owed:
     """What is left to do to the gradient of a tensor, by the layer that made it.
 
@@ -38,23 +42,33 @@ class Owed:
 
     def __init__(self) -> None:
         self.readers = 0  # autograd functions that will return a gradient of the tensor
-        self._gradient = 0
-        self._factors: Tensor | None = None
+        self.kept = False  # whether the layer's own autograd function will do what is left
+        self._left: tuple[Tensor, Tensor, Tensor] | None = None
+        self._pass = -1  # the backward pass that it was left in
 
     def sole(self) -> bool:
         """Whether a reader may leave the rest to the layer."""
-        return self.readers == 1
+        return self.kept and self.readers == 1
 
-    def leave(self, gradient: Tensor, factors: Tensor) -> None:
-        """Say what is to be done to a gradient that is returned."""
-        self._gradient, self._factors = gradient.data_ptr(), factors
+    def leave(self, gradient: Tensor, x: Tensor, factors: Tensor) -> None:
+        """Say what is to be done to a gradient that is returned, of the tensor ``x``. It is held until
+        it arrives, so that nothing else comes to lie in its memory and nothing is added to it there."""
+        self._left, self._pass = (gradient, x, factors), _current_pass()
 
-    def take(self, gradient: Tensor) -> Tensor | None:
-        """The factors that belong to the gradient that has arrived, if anything is owed."""
-        if self._factors is None or gradient.data_ptr() != self._gradient:
+    def take(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
+        """The tensor and the factors that belong to the gradient that has arrived, if any do."""
+        left = self._left
+        if left is None:
             return None
-        factors, self._factors = self._factors, None
-        return factors
+        if left[0].data_ptr() == gradient.data_ptr():
+            self._left = None
+            return left[1:]
+        if self._pass == _current_pass():
+            raise RuntimeError(
+                "the gradient of a convolution's output was changed between its batch norm and the "
+                "convolution: change it by a hook of that tensor, not of a node of the graph"
+            )
+        return None
 
 
 class Moments(NamedTuple):
@@ -90,11 +104,11 @@ class Norm(NamedTuple):
             return None
         return torch.empty(3, self.mean.numel(), dtype=self.mean.dtype)
 
-    def leave(self, gradient: Tensor, factors: Tensor | None) -> Tensor:
-        """``gradient``, of which ``factors`` say what is left to do."""
+    def leave(self, gradient: Tensor, x: Tensor, factors: Tensor | None) -> Tensor:
+        """``gradient`` of ``x``, of which ``factors`` say what is left to do."""
         if factors is not None:
             assert self.owed is not None
-            self.owed.leave(gradient, factors)
+            self.owed.leave(gradient, x, factors)
         return gradient
 
     def kernel(self, kernels: Any, x: Tensor) -> Any:
@@ -142,7 +156,7 @@ class _BatchNorm(torch.autograd.Function):
             dx = native.empty(kernels, shape, layout.strides(shape), x)
         else:
             assert passed is not None
-            dx = norm.leave(passed, factors)
+            dx = norm.leave(passed, x, factors)
         dweight, dbias = (torch.empty_like(mean) for _ in range(2))
         kernels.batch_norm_gradient(
             *(norm.kernel(kernels, x), x.data_ptr(), native.address(z)),

@@ -60,7 +60,9 @@ class _Product(torch.autograd.Function):
         y = products.forward(conv, x, values, bias, topology, relu, norm, moments)
         kept = (None,) * 4 if norm is None else norm[:4]
         ctx.owed = None if moments is None else moments.owed
-        ctx.save_for_backward(x, values, y if relu or ctx.owed else None, *kept, *topology)
+        if ctx.owed is not None:
+            ctx.owed.kept = True
+        ctx.save_for_backward(x, values, y if relu else None, *kept, *topology)
         ctx.conv, ctx.norm = conv, None if norm is None else norm[4:]
         if norm is not None:
             norm.read()
@@ -71,16 +73,14 @@ class _Product(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        x, values, y, *rest = ctx.saved_tensors
+        x, values, z, *rest = ctx.saved_tensors
         topology = Topology(*rest[4:])
         needs = ctx.needs_input_grad[:5]
         norm = None if ctx.norm is None else Norm(*rest[:4], *ctx.norm)
-        z, owed = (y, None) if ctx.owed is None else (None, ctx.owed.take(dy))
-        left = (z, None if owed is None else (y, owed))
+        owed = None if ctx.owed is None else ctx.owed.take(dy)
         if ctx.probe is not None:
-            dy, left = products.complete(dy, *left), (None, None)
+            dy, z, owed = products.complete(dy, z, owed), None, None
             ctx.probe(ctx.conv, x, dy)
-        z, owed = left
         grads = list(products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed))
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])

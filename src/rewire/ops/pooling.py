@@ -31,7 +31,7 @@ class _MaxPool(torch.autograd.Function):
         shape = (batch, channels, *out)
         y = native.empty(kernels, shape, layout.strides(shape), x)
         # The tap of each maximum, a byte each, in memory of the tensor's own type.
-        words = -(-y.numel() // x.element_size()) if x.requires_grad else 0
+        words = -(-y.numel() // x.element_size()) if any(ctx.needs_input_grad) else 0
         which = native.empty(kernels, (words,), (1,), x)
         kernels.max_pool(
             *(pool, channels, None if norm is None else norm.kernel(kernels, x)),
@@ -58,7 +58,7 @@ class _MaxPool(torch.autograd.Function):
         if ctx.options is not None:
             norm = Norm(*kept, *ctx.options)
             factors = norm.factors()
-            norm.leave(dx, factors)
+            norm.leave(dx, x, factors)
             dweight, dbias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
         kernels.max_pool_gradient(
             *(ctx.pool, ctx.shape[1], None if norm is None else norm.kernel(kernels, x)),

@@ -222,7 +222,7 @@ def backward(
             *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors), threads),
         )
         if norm is not None:
-            norm.leave(dx, factors)
+            norm.leave(dx, x, factors)
         return dx, dw, db, dscale, dshift
     if needs[0]:
         kernels.input_gradient(
