@@ -302,3 +302,18 @@ def test_what_memory_allows() -> None:
     assert seconds[2] == seconds[3]
     chain, layer = (limits.linear(256, 0.9, 64, count) for count in (4, 1))
     assert chain == pytest.approx(4 * layer)
+
+
+def test_a_peer_that_fails_is_left_out() -> None:
+    calls = []
+
+    def fails() -> None:
+        calls.append(1)
+        if len(calls) > 2:
+            raise IndexError("its cache holds another layer")
+
+    functions = {(OURS, ""): lambda: None, (peers.SPARSELAB, ""): fails}
+    case = Case("linear layer", "8", 0.5, 1, ("forward",), lambda: iter([("forward", functions)]))
+    with pytest.warns(UserWarning, match="sparselab is left out here, it failed: IndexError"):
+        (result,) = case.run(3)
+    assert result.peers == {}

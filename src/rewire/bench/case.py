@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -14,6 +15,37 @@ FORWARD, TRAINING, INFERENCE, STEP = "forward", "forward+backward", "inference",
 Key = tuple[str, str]  # who, and which of its variants; only the fastest of them counts
 Functions = dict[Key, Function]
 Groups = Iterator[tuple[str, Functions]]  # for each mode, what to time side by side
+
+
+class _Failed(Exception):
+    """A peer raised an error."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(key)
+        self.key = key
+
+
+def _guarded(key: Key, function: Function) -> Function:
+    def run() -> None:
+        try:
+            function()
+        except Exception as error:
+            raise _Failed(key) from error
+
+    return run
+
+
+def _timed(functions: Functions, rounds: int, patience: float, tick: Tick) -> dict[Key, Timing]:
+    """Time them side by side; a peer that raises an error is left out, and named in a warning."""
+    mine = (OURS, DENSE, CSR)
+    left = {key: f if key[0] in mine else _guarded(key, f) for key, f in functions.items()}
+    while True:
+        try:
+            return interleaved(left, rounds, patience=patience, tick=tick)
+        except _Failed as failed:
+            del left[failed.key]
+            cause = repr(failed.__cause__)
+            warnings.warn(f"{failed.key[0]} is left out here, it failed: {cause}", stacklevel=2)
 
 
 @dataclass(frozen=True)
@@ -86,7 +118,7 @@ class Case:
                 if tick is not None:
                     tick((done + share) / len(self.modes))
 
-            timings = interleaved(functions, rounds, patience=patience, tick=part)
+            timings = _timed(functions, rounds, patience, part)
             results.append(self._result(mode, timings))
         assert tuple(result.mode for result in results) == self.modes
         return results
