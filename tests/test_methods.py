@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import rewire
 from rewire import Connections, SparseConv2d, SparseLayer, SparseLinear, sampling
 from rewire.methods.sharing import share_out
-from rewire.nn import fusion
+from rewire.nn import promises
 from rewire.ops import dense, native
 
 DISTRIBUTIONS = ["uniform", "grabo", "graest"]
@@ -437,11 +437,11 @@ def test_a_layer_used_twice_is_one_layer() -> None:
     assert list(rewiring.layers) == ["fc"]
 
 
-@pytest.mark.parametrize("promises", [True, False])
+@pytest.mark.parametrize("promised", [True, False])
 def test_rectifiers_that_are_fused_are_seen(
-    promises: bool, monkeypatch: pytest.MonkeyPatch
+    promised: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fusion, "_WORTHWHILE", 0 if promises else 1 << 40)
+    monkeypatch.setattr(promises, "_WORTHWHILE", 0 if promised else 1 << 40)
     model = net()
     rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=1e6)
     truth = dense_gradients(model, 0)
