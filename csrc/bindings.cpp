@@ -154,6 +154,11 @@ void define(nb::module_& m) {
     m.def("moments", [](Address x, int64_t channels, int64_t len, Address mean, Address variance, int threads) {
         moments<T>(table<T>(), at<T>(x), channels, len, at<T>(mean), at<T>(variance), threads);
     }, free);
+    m.def("track", [](Address mean, Address variance, int64_t channels, double momentum, double unbiased,
+                      Address running_mean, Address running_variance) {
+        track<T>(at<T>(mean), at<T>(variance), channels, momentum, unbiased, at<T>(running_mean),
+                 at<T>(running_variance));
+    });
     m.def("batch_norm", [](const BatchNorm<T>& p, Address x, Address residual, Address z, int threads) {
         batch_norm<T>(table<T>(), p, at<T>(x), at<T>(residual), at<T>(z), threads);
     }, free);

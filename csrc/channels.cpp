@@ -46,6 +46,15 @@ void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, T
 }
 
 template <class T>
+void track(const T* mean, const T* variance, int64_t channels, double momentum, double unbiased, T* running_mean,
+           T* running_variance) {
+    for (int64_t c = 0; c < channels; c++) {
+        running_mean[c] += T(momentum) * (mean[c] - running_mean[c]);
+        running_variance[c] += T(momentum) * (variance[c] * T(unbiased) - running_variance[c]);
+    }
+}
+
+template <class T>
 void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* residual, T* z, int threads) {
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
         table.normalize({p.len, T(p.scale(c)), T(p.shift(c)), p.relu}, x + c * p.len, residual ? residual + c * p.len : nullptr,
@@ -130,6 +139,7 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
     template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, T*, T*, int);                            \
+    template void track<T>(const T*, const T*, int64_t, double, double, T*, T*);                                   \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*, T*,\
                                          const NormGradients<T>&, int);                                             \

@@ -26,6 +26,11 @@ struct BatchNorm {
 template <class T>
 void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads);
 
+// running += momentum * (moment - running), the variance times `unbiased`.
+template <class T>
+void track(const T* mean, const T* variance, int64_t channels, double momentum, double unbiased, T* running_mean,
+           T* running_variance);
+
 // z = batch norm of x, plus residual (or null), rectified if asked.
 template <class T>
 void batch_norm(const Table<T>&, const BatchNorm<T>&, const T* x, const T* residual, T* z, int threads);

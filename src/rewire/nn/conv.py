@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from rewire.nn import promises
 from rewire.nn.linear import _from_csr
 from rewire.nn.promises import settled
 from rewire.nn.sparse import SparseLayer, keep_mask
+from rewire.ops import products
 from rewire.ops.channels import Norm
+from rewire.ops.eager import checked_conv2d
 from rewire.ops.reference import Convolution
 
 
@@ -157,20 +160,22 @@ class SparseConv2d(SparseLayer, ConvShape):
             x = reads[0]
             self._check_image(x)
             image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
-            layer, probe = (self.values, self.bias, self.topology, self._sizes), self.probe
-            size = self._sizes.output_size(image.shape[2], image.shape[3])
-            shape = (image.shape[0], self.out_channels, *size)
+            values, bias, conv, probe = self.values, self.bias, self._sizes, self.probe
+            layer = (values, bias, self.topology, conv)
             if x.dim() == 3:
                 return ops.conv2d(image, *layer, probe=probe).squeeze(0)
-            if min(size) < 1 or not promises.worthwhile(shape, image, self.values):
+            if not promises.running():
                 return ops.conv2d(image, *layer, norm=norm, probe=probe)
+            shape = products.output_shape(conv, tuple(image.shape), self.out_channels)
+            if min(shape) < 1 or not promises.worthwhile(shape, image, values):
+                return ops.conv2d(image, *layer, norm=norm, probe=probe)
+            products.check(conv, image, *layer[:3])
+            run = partial(checked_conv2d, image, *layer)
             return promises.promise(
                 shape,
-                (image, *reads[1:], *self._parameters_used()),
-                lambda relu: ops.conv2d(image, *layer, relu, norm=norm, probe=probe),
-                measure=lambda moments: ops.conv2d(
-                    image, *layer, moments=moments, norm=norm, probe=probe
-                ),
+                (image, *reads[1:], values) if bias is None else (image, *reads[1:], values, bias),
+                lambda relu: run(relu, norm=norm, probe=probe),
+                measure=lambda moments: run(False, moments, norm, probe),
                 leaves=None if norm is None else norm.owed,
             )
 

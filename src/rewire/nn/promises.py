@@ -31,11 +31,19 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # made in inference mode: they have none
+        return [_version(tensor) for tensor in tensors]
+
+
 class _State:
     """What a promise knows: how to compute the result, from what, and the result once it is there."""
 
     def __init__(
         self,
+        shape: tuple[int, ...],
         reads: tuple[Tensor, ...],
         compute: Compute,
         add: Callable[[Tensor], Compute] | None,
@@ -44,9 +52,10 @@ class _State:
         norm: Norm | None,
         leaves: Owed | None,
     ) -> None:
-        self.reads, self.compute, self.add, self.activated = reads, compute, add, activated
+        self.shape, self.reads, self.compute = shape, reads, compute
+        self.add, self.activated = add, activated
         self.measure, self.norm, self.leaves = measure, norm, leaves
-        self.versions = [_version(tensor) for tensor in reads]
+        self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
         self.result: Tensor | None = None
         self.owed = Owed()  # to who reads the result
@@ -60,8 +69,11 @@ class _State:
         if hooks is not None:  # set for what comes later
             torch._C._autograd._pop_saved_tensors_default_hooks()
         try:
-            with torch._C.DisableTorchFunction(), torch.set_grad_enabled(self.grad_mode):
-                return compute()
+            with torch._C.DisableTorchFunction():
+                if torch.is_grad_enabled() == self.grad_mode:
+                    return compute()
+                with torch.set_grad_enabled(self.grad_mode):
+                    return compute()
         finally:
             if hooks is not None:
                 torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
@@ -72,7 +84,7 @@ class _State:
         return self.grad_mode and torch.is_grad_enabled() and not hooked()
 
     def check(self) -> None:
-        if self.versions != [_version(tensor) for tensor in self.reads]:
+        if self.versions != _versions(self.reads):
             raise RuntimeError(
                 "the input or a parameter of a layer was changed in place before the layer's output "
                 "was used; change a copy instead"
@@ -131,7 +143,8 @@ class Pending(torch.Tensor):
         if state.result is not None or state.measure is None:
             return self.settle(), None
         measure = state.measure
-        mean, variance = (torch.empty(self.shape[1], dtype=self.dtype) for _ in range(2))
+        channels, dtype = state.shape[1], state.reads[0].dtype
+        mean, variance = torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=dtype)
         moments = Moments(mean, variance, state.owed)
         state.result = state.run(lambda: measure(moments))
         return state.result, moments
@@ -144,7 +157,7 @@ class Pending(torch.Tensor):
             with torch._C.DisableTorchFunction():
                 state.check()
                 rectified = promise(
-                    *(tuple(self.shape), state.reads, lambda _: state.compute(True)),
+                    *(state.shape, state.reads, lambda _: state.compute(True)),
                     norm=state.norm._replace(relu=True),
                     leaves=state.leaves,
                 )
@@ -168,12 +181,12 @@ class Pending(torch.Tensor):
         with torch._C.DisableTorchFunction():
             if not isinstance(other, Tensor) or not other.is_cpu:
                 return NotImplemented
-            same = other.shape == self.shape and other.dtype == self.dtype
+            same = other.shape == state.shape and other.dtype == state.reads[0].dtype
             if not same or not layout.prefers_batch_last(other):
                 return NotImplemented
             state.check()
             reads = (*state.reads, other)
-            total = promise(tuple(self.shape), reads, state.add(other), leaves=state.leaves)
+            total = promise(state.shape, reads, state.add(other), leaves=state.leaves)
         if in_place and isinstance(total, Pending):  # everyone who holds this sees the sum
             state.replaced = True
             self._state = total._state
@@ -250,8 +263,8 @@ def promise(
         )
         return pending
 
-    state = _State(reads, compute, add, activated, measure, norm, leaves)
-    linked = grad and any(tensor.requires_grad for tensor in reads)
+    state = _State(shape, reads, compute, add, activated, measure, norm, leaves)
+    linked = grad and (x.requires_grad or any(tensor.requires_grad for tensor in reads))
     pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
     if _local.running:
@@ -259,11 +272,16 @@ def promise(
     return pending
 
 
+def running() -> bool:
+    """Whether a converted model runs."""
+    return bool(_local.running)
+
+
 def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
     """Whether a layer should promise its output: a model runs, and a pass over memory costs more
     than the promise."""
     return (
-        bool(_local.running)
+        running()
         and math.prod(shape) >= _WORTHWHILE
         and x.dtype == values.dtype
         and type(x) is Tensor

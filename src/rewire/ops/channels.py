@@ -184,11 +184,16 @@ def _batch_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
     return z
 
 
-def can_batch_norm(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether :func:`batch_norm` has a kernel for these tensors."""
-    return kernels_for(x) is not None and all(
-        t is None or (t.dtype == x.dtype and t.is_cpu and t.is_contiguous()) for t in others
-    )
+def can_batch_norm(x: Tensor, *others: Tensor | None, known: bool = False) -> bool:
+    """Whether :func:`batch_norm` has a kernel for these tensors; ``known`` says that ``x`` is
+    batch-last."""
+    if (native.kernels(x) if known else kernels_for(x)) is None:
+        return False
+    dtype = x.dtype
+    for t in others:
+        if t is not None and not (t.dtype == dtype and t.is_cpu and t.is_contiguous()):
+            return False
+    return True
 
 
 def moments(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -202,6 +207,19 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
         *(mean.data_ptr(), variance.data_ptr(), native.threads()),
     )
     return mean, variance
+
+
+def track(
+    mean: Tensor, variance: Tensor, size: int, momentum: float, running: tuple[Tensor, Tensor]
+) -> None:
+    """Move the ``running`` mean and variance towards the moments of a batch, ``size`` elements each."""
+    kernels = native.kernels(mean)
+    assert kernels is not None
+    kernels.track(
+        *(mean.data_ptr(), variance.data_ptr(), mean.numel(), momentum, size / (size - 1)),
+        *(tensor.data_ptr() for tensor in running),
+    )
+    torch.autograd.graph.increment_version(running)
 
 
 def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:

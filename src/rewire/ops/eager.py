@@ -198,6 +198,25 @@ def conv2d(
     return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
 
 
+def checked_conv2d(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    conv: Convolution,
+    relu: bool = False,
+    moments: Moments | None = None,
+    norm: Norm | None = None,
+    probe: Probe | None = None,
+) -> Tensor:
+    """:func:`conv2d` of what :func:`rewire.ops.products.check` has accepted."""
+    if torch._C._len_torch_dispatch_stack() or (
+        norm is not None and (probe is not None or not _takes_norm(x, values))
+    ):
+        return conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
+    return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
+
+
 def _takes_norm(x: Tensor, values: Tensor) -> bool:
     """Whether a batch norm can be done where a convolution reads: its gradients come with those of
     the convolution, or not at all."""

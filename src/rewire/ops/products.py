@@ -23,6 +23,12 @@ LINEAR = Convolution()
 
 
 @lru_cache(maxsize=1024)
+def output_shape(conv: Convolution, shape: tuple[int, ...], n_out: int) -> tuple[int, ...]:
+    """The shape of the output of images of the given shape."""
+    return (shape[0], n_out, *conv.output_size(shape[2], shape[3]))
+
+
+@lru_cache(maxsize=1024)
 def geometry_of(
     conv: Convolution, shape: tuple[int, ...], n_out: int
 ) -> tuple[Any, tuple[int, ...]]:
@@ -180,11 +186,11 @@ def backward(
         owed: the layer's output and the factors of what is left to do to ``dy``.
     """
     kernels = native.kernels(x)
-    together = needs[0] and needs[1] and kernels is not None
+    together = needs[1] and kernels is not None
     if not together:
         dy, z, owed = complete(dy, z, owed), None, None
-    dx, dw, db, dscale, dshift = (values.new_empty(0) for _ in range(5))
     if kernels is None:
+        dx, dw, db, dscale, dshift = (values.new_empty(0) for _ in range(5))
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
         picture = image(x)
         if needs[0]:
@@ -200,16 +206,15 @@ def backward(
     x, dy, values = layout.to_batch_last(x), layout.to_batch_last(dy), values.contiguous()
     n_out, threads = topology.indptr.numel() - 1, native.threads()
     geometry, _ = geometry_of(conv, tuple(x.shape), n_out)
-    if needs[0]:
-        dx = native.empty(kernels, tuple(x.shape), layout.strides(tuple(x.shape)), x)
-    if needs[1]:
-        dw = torch.empty_like(values)
-    if needs[2]:
-        db = torch.empty(n_out, dtype=dy.dtype)
-    factors = None
-    if norm is not None:
-        dscale, dshift = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
-        factors = norm.factors()
+    shape = tuple(x.shape)
+    dx = native.empty(kernels, shape, layout.strides(shape), x) if needs[0] else x.new_empty(0)
+    dw, db = (
+        x.new_empty(n if need else 0)
+        for n, need in zip((values.numel(), n_out), needs[1:], strict=True)
+    )
+    scales = 0 if norm is None else shape[1]
+    dscale, dshift = x.new_empty(scales), x.new_empty(scales)
+    factors = None if norm is None else norm.factors()
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
@@ -218,7 +223,7 @@ def backward(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             *(None if norm is None else norm.kernel(kernels, x), dy.data_ptr()),
             *(native.address(z), *map(native.address, owed or (None, None))),
-            *(dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
+            *(dx.data_ptr() if needs[0] else 0, dw.data_ptr(), db.data_ptr() if needs[2] else 0),
             *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors), threads),
         )
         if norm is not None:
@@ -227,11 +232,6 @@ def backward(
     if needs[0]:
         kernels.input_gradient(
             geometry, *slots, values.data_ptr(), dy.data_ptr(), dx.data_ptr(), threads
-        )
-    if needs[1]:
-        rows = (topology.indptr.data_ptr(), topology.indices.data_ptr())
-        kernels.weight_gradient(
-            geometry, *rows, x.data_ptr(), dy.data_ptr(), dw.data_ptr(), threads
         )
     if needs[2]:
         kernels.row_sums(dy.data_ptr(), n_out, dy.numel() // n_out, db.data_ptr(), threads)

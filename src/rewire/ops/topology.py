@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -104,7 +105,11 @@ def _version(tensor: Tensor) -> int:
 
 
 def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
-    return (*map(_version, topology), n_in, taps, topology.indptr.data_ptr())
+    try:
+        versions = [tensor._version for tensor in topology]
+    except RuntimeError:  # made in inference mode: they have none
+        versions = [_version(tensor) for tensor in topology]
+    return (*versions, n_in, taps, topology.indptr.data_ptr())
 
 
 def _remember(topology: Topology, n_in: int, taps: int) -> None:
@@ -117,7 +122,7 @@ def ensure(topology: Topology, n_in: int, taps: int) -> None:
     """Raise a TopologyError unless all five tensors agree; free if these very tensors were checked
     before and have not been written to since."""
     others, stamp = getattr(topology.indptr, "_rewire_checked", (None, None))
-    same = others is not None and all(a is b for a, b in zip(others, topology[1:], strict=True))
+    same = others is not None and all(map(operator.is_, others, topology[1:]))
     if same and stamp == _stamp(topology, n_in, taps):
         return
     indptr, indices, *rest = topology
