@@ -198,7 +198,7 @@ REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V
 // The sums of a row's first entries, whose lanes are added once for all its positions.
 template <class T>
 struct Held {
-    static constexpr int32_t kMost = 64;
+    static constexpr int32_t kMost = 256;
     int32_t first, end;  // entries
     Vec<T> dots[kMost];
 
