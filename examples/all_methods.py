@@ -36,7 +36,8 @@ class Shown(Progress):
         self.task = bar.add_task(name)
 
     def begin(self, trainer: Trainer) -> None:
-        self.began = rewire.summary(trainer.model, show=False).connections
+        held = rewire.summary(trainer.model, show=False)
+        self.began = held.connections or sum(row.connections for row in held.layers)
         self.bar.reset(self.task, total=trainer.schedule.steps)
 
     def step(self, trainer: Trainer) -> None:

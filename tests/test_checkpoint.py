@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import stat
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -165,6 +166,22 @@ def test_nothing_is_left_of_a_write_that_fails(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
         checkpoint.save(tmp_path, 2, {"a": object()})
     assert os.listdir(tmp_path) == ["step-00000001"]
+
+
+def test_files_can_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        rewire.save(nn.Linear(2, 2), tmp_path / "model.safetensors")
+        checkpoint.save(tmp_path, 1, {"a": torch.ones(2)})
+    finally:
+        os.umask(before)
+    made = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert {path.name for path in made} == {
+        "model.safetensors",
+        "tensors.safetensors",
+        "manifest.json",
+    }
+    assert {stat.S_IMODE(path.stat().st_mode) for path in made} == {0o640}
 
 
 def test_what_a_killed_process_left_is_swept_away(tmp_path: Path) -> None:

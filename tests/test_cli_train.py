@@ -151,7 +151,7 @@ def test_the_same_command_again_says_that_it_is_finished(trained: Path) -> None:
         (["--drops", "a"], "'a' must be epochs"),
         (["--device", "quantum"], "the device 'quantum' cannot be used"),
         (["--checkpoint-every", "often"], "neither a number of steps nor a time"),
-        (["--config", "nowhere.toml"], "nowhere.toml"),
+        (["--config", "nowhere.toml"], "nowhere.toml: No such file"),
         (["--resume", "nowhere"], "nowhere holds no run"),
         (["--resume", "nowhere", "--lr", "1", "--out", "x"], "leave out --lr, --out"),
         (["--method", "set", "--subset", "2"], "set has no subset"),
@@ -382,6 +382,16 @@ def test_export_is_a_dense_state_dict(trained: Path, tmp_path: Path) -> None:
     plain = rewire.models.mlp(64, width=0.06)
     plain.load_state_dict(state)
     assert "must end in" in text(run("export", trained, tmp_path / "dense.onnx"))
+
+
+@pytest.mark.parametrize("name", ["nowhere/a.pt", "nowhere/a.safetensors", "folder.pt"])
+def test_an_export_that_cannot_be_written_says_so(name: str, trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "folder.pt").mkdir()
+    done = run("export", trained, tmp_path / name)
+    assert done.exit_code == 1
+    assert f"{tmp_path / name} cannot be written" in text(done)
+    assert "Errno" not in text(done)
+    assert os.listdir(tmp_path) == ["folder.pt"]
 
 
 def test_the_digits_recipe_is_what_the_help_says() -> None:

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from typer.testing import CliRunner
 
 from rewire.cli import app
-from rewire.report import paper, runs, wiring
+from rewire.report import paper, runs, wires, wiring
 from rewire.report.rerun import command
 from rewire.report.views import VIEWS
 from rewire.training import toml
@@ -257,6 +257,16 @@ def test_every_experiment_has_its_section(experiment: str, tmp_path: Path) -> No
     assert set(map(unescape, lines)) == LINES[experiment]
 
 
+def test_a_try_on_the_digits_is_called_so(tmp_path: Path) -> None:
+    for name, dataset, model in (("try", "digits", "mlp"), ("real", "cifar10", "vgg16")):
+        sweep = tmp_path / name
+        write_run(sweep / "runs" / "a", 0.5, dataset=dataset, model=model, sparsity=0.98)
+        about = {"experiment": "table1", "command": "", "scale": 1.0, "seeds": 1}
+        (sweep / "sweep.toml").write_text(toml.dumps(about))
+        shown = report(sweep, out=tmp_path / f"{name}.html")
+        assert ("a try on the packaged digits" in shown) == (name == "try")
+
+
 def test_experiments_without_training(tmp_path: Path) -> None:
     records: dict[str, list[dict[str, Any]]] = {
         "flops": [
@@ -344,6 +354,12 @@ def test_connections_before_and_after(trained: Path) -> None:
         assert steps[0] == 0
         assert values[0] == pytest.approx(100 * len(layer.before) / (layer.n_in * layer.n_out))
         assert values[-1] == pytest.approx(100 * len(layer.after) / (layer.n_in * layer.n_out))
+
+
+def test_degrees_of_wide_layers_are_written_out() -> None:
+    keys = np.arange(2 * 1500)  # two inputs, each with all of 1500 outputs
+    shown = wires._degrees(wiring.Layer("wide", 1500, 2, keys, keys[:-1]))
+    assert "1,500.0 → 1,499.5 on average, 1,500 → 1,500 at most; inputs without any: 0 → 0" in shown
 
 
 def test_connections_that_stay_in_their_layer_have_no_plot(trained: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,15 +28,24 @@ def sync(path: Path) -> None:
 def write(path: Path, fill: Callable[[Path], None]) -> None:
     """Make or replace a file, or make a folder: ``fill`` writes to the temporary path it is given.
 
-    A folder that is there already is replaced too, in a moment in which neither is there.
+    A folder that is there already is replaced too, in a moment in which neither is there. Whatever
+    ``fill`` made them with, files can be read by those who can read others made here.
+
+    Raises:
+        OSError: if it cannot be written there.
     """
     path = path.absolute()
     hidden = path.parent / f"{HIDDEN}{os.getpid()}-{path.name}"
-    remove(hidden)
+    mode = _try(hidden, path)
     try:
         fill(hidden)
-        for file in [*hidden.iterdir(), hidden] if hidden.is_dir() else [hidden]:
+        for file in hidden.iterdir() if hidden.is_dir() else [hidden]:
+            file.chmod(mode)  # safetensors makes its files private
             sync(file)
+        if hidden.is_dir():
+            sync(hidden)
+        elif path.is_dir():
+            raise IsADirectoryError(f"{path} cannot be written: it is a folder")
         if hidden.is_dir():
             remove(path)
         os.replace(hidden, path)
@@ -43,6 +53,18 @@ def write(path: Path, fill: Callable[[Path], None]) -> None:
         remove(hidden)
         raise
     sync(path.parent)
+
+
+def _try(hidden: Path, path: Path) -> int:
+    """See that a file can be made here, before libraries try it that do not say why not; its mode."""
+    try:
+        remove(hidden)
+        hidden.touch()
+        mode = stat.S_IMODE(hidden.stat().st_mode)
+        remove(hidden)
+    except OSError as error:
+        raise type(error)(f"{path} cannot be written: {error.strerror}") from error
+    return mode
 
 
 def write_text(path: Path, text: str) -> None:
@@ -75,3 +97,16 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def problem(error: Exception) -> str:
+    """What to tell the user of an error, without the number that the system gave it.
+
+    >>> problem(FileNotFoundError(2, "No such file or directory", "mine.toml"))
+    'mine.toml: No such file or directory'
+    >>> problem(ValueError("lr must be a number above 0"))
+    'lr must be a number above 0'
+    """
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

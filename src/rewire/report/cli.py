@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from rewire import files
+
 
 def report(
     folders: Annotated[
@@ -43,13 +45,13 @@ def report(
         with Shown(quiet) as shown:
             found = write(folders, out, plots, title=title, tell=shown.tell)
     except (ValueError, OSError) as error:
-        typer.echo(str(error), err=True)
+        typer.echo(files.problem(error), err=True)
         raise typer.Exit(1) from None
     if not quiet:
         states = [run.status for run in found.runs]
         counts = ", ".join(f"{states.count(s):,} {s}" for s in dict.fromkeys(sorted(states)))
         runs = f"{len(states):,} run{'s' * (len(states) != 1)}"
-        size = out.stat().st_size / 1e6
-        typer.echo(f"Wrote {out} ({size:.1f} MB): {runs}{f' ({counts})' if counts else ''}")
+        size = out.stat().st_size / 1e3
+        typer.echo(f"Wrote {out} ({size:,.0f} kB): {runs}{f' ({counts})' if counts else ''}")
         if plots is not None:
             typer.echo(f"Wrote plots to {plots}")

@@ -166,6 +166,8 @@ def _explained(view: View, found: Sequence[Group]) -> str:
     ]
     if any(paper.lookup(group.config, view.tables) for group in found):
         words.append("Below it in grey: the paper's, and how far it is from that.")
+    if view.source and all(group.config["dataset"] == "digits" for group in found):
+        words.append("This is a try on the packaged digits, not on what the paper trained.")
     if any(not group.complete for group in found):
         words.append("Numbers in italics are of runs that are not finished.")
     scales = {group.config.get("scale", 1.0) for group in found} - {1.0}

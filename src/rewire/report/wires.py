@@ -82,8 +82,8 @@ def _degrees(layer: Layer) -> str:
     """How connections are spread over the inputs, in words."""
     first, then = (layer.fan_out(keys) for keys in (layer.before, layer.after))
     words = (
-        f"Connections of an input: {first.mean():.3g} → {then.mean():.3g} on average, "
-        f"{first.max():.0f} → {then.max():.0f} at most; inputs without any: "
+        f"Connections of an input: {first.mean():,.1f} → {then.mean():,.1f} on average, "
+        f"{first.max():,.0f} → {then.max():,.0f} at most; inputs without any: "
         f"{int((first == 0).sum()):,} → {int((then == 0).sum()):,}."
     )
     return html.tag("p", words, "note")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from rewire import files
+
 if TYPE_CHECKING:
     from rewire.reproduce.engines import Engine
     from rewire.reproduce.recipes import Experiment
@@ -161,7 +163,7 @@ def reproduce(
         made = _engine(engine, workers, threads)
         _run(sweep, experiment, runs, made, root, threads)
     except (ValueError, RunError, DataError, OSError) as error:
-        _fail(str(error))
+        _fail(files.problem(error))
     except KeyboardInterrupt:
         _fail(f"Stopped at once. Go on with the same command:\n  {about.command}", 130)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
+from rewire import files
 from rewire.training.methods import METHODS
 
 if TYPE_CHECKING:
@@ -275,7 +276,7 @@ def train(
             Trainer(job, folder, shown, interrupts, processes, interval).run()
         distributed.teardown()
     except (ValueError, RunError, DataError, OSError) as error:
-        _fail(str(error))
+        _fail(files.problem(error))
     except Interrupted as stop:
         _fail(
             f"Stopped by {signal.Signals(stop.signal).name} after step {stop.step:,}, which is saved. Go "
@@ -338,7 +339,7 @@ def evaluate(
     try:
         found = use.evaluate(path, _device(device, threads), root=root, workers=workers)
     except (ValueError, RunError, DataError, OSError) as error:
-        _fail(str(error))
+        _fail(files.problem(error))
     if as_json:
         typer.echo(json.dumps(found.as_dict()))
         return
@@ -372,7 +373,7 @@ def predict(
     try:
         found = use.predict(path, images, top, _device(device, threads))
     except (ValueError, RunError, DataError, OSError) as error:
-        _fail(str(error))
+        _fail(files.problem(error))
     for image, guesses in zip(images, found, strict=True):
         if as_json:
             typer.echo(json.dumps({"image": str(image), "classes": dict(guesses)}))
@@ -397,5 +398,5 @@ def export(
         model, what = use.load(path)
         saving.export(model, to)
     except (ValueError, RunError, OSError) as error:
-        _fail(str(error))
+        _fail(files.problem(error))
     typer.echo(f"Wrote {what} to {to}")
