@@ -7,6 +7,7 @@ there is no compiled kernel, numpy and torch compute the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -210,7 +211,7 @@ def replace(
     n_out = active.indptr.numel() - 1
     pruned, grown = pruned.contiguous(), grown.contiguous()
     if native.available():
-        count = int((~pruned).sum()) + int(grown.sum())
+        count = pruned.numel() - number(pruned) + number(grown)
         rows = Rows(native.integers(n_out + 1), native.integers(count))
         source = native.integers(count)
         native.module().replace(
@@ -226,6 +227,28 @@ def replace(
     keys, order = keys.sort()
     source = torch.cat([kept, torch.full_like(new, -1)])[order].int()
     return _rows(keys, n_in, n_out), source
+
+
+def number(mask: Tensor) -> int:
+    """How many elements are true. (A sum would widen each of them to eight bytes first.)"""
+    return int(mask.count_nonzero())
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """``|x|``, in memory that an earlier result has left."""
+    kernels = native.kernels(x)
+    if kernels is None:
+        return x.abs()
+    return torch.abs(x, out=native.empty(kernels, tuple(x.shape), x.stride(), x))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """A copy of vectors, one after the other, in such memory too."""
+    kernels = native.kernels(parts[0])
+    if kernels is None or any(part.dtype != parts[0].dtype for part in parts):
+        return torch.cat(list(parts))
+    size = sum(part.numel() for part in parts)
+    return torch.cat(list(parts), out=native.empty(kernels, (size,), (1,), parts[0]))
 
 
 def follow(x: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
@@ -305,9 +328,11 @@ def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tenso
         outputs, inputs = reference.rows_of(rows.indptr), rows.indices.long()
         image, dy = products.image(x), products.image(dy)
         return reference.weight_gradient(conv, dy, image, outputs.to(x.device), inputs.to(x.device))
-    grad = torch.zeros(rows.indices.numel(), dtype=x.dtype)
+    grad = native.empty(kernels, (rows.indices.numel(),), (1,), x)
     x, dy = layout.to_batch_last(x), layout.to_batch_last(dy)
-    if dy.numel() and grad.numel():
+    if dy.numel() == 0:
+        grad.zero_()
+    elif grad.numel():
         geometry, _ = products.geometry_of(conv, tuple(x.shape), dy.shape[1])
         kernels.weight_gradient(
             *(geometry, rows.indptr.data_ptr(), rows.indices.data_ptr()),
