@@ -39,19 +39,50 @@ void philox(const Stream& s, uint64_t block, uint64_t* words) {
     for (int b = 0; b < kBlocks; b++) std::copy(c[b], c[b] + 4, words + 4 * b);
 }
 
-// units[i] = what words[i * stride] draws from the table, or uniformly. The high word of word * n is a column,
-// the upper half of the low one a fraction of it. Columns are asked for well before they are looked at.
-void pick(const uint64_t* words, int64_t count, int64_t stride, int64_t n, const AliasColumn* table, int32_t* units) {
-    for (int64_t i = 0; i < count; i++) {
-        units[i] = int32_t(Wide(words[i * stride]) * uint64_t(n) >> 64);
-        if (table) __builtin_prefetch(table + units[i]);
+// Draws units from a table, or uniformly. The high word of word * n is a column, the upper half of the low one a
+// fraction of it.
+class Picker {
+   public:
+    Picker(const AliasColumn* columns, int64_t n, int threads) : columns_(columns), n_(n) {
+        if (!columns) return;
+        sure_ = Scratch<uint8_t>(n);
+        pieces(n, 1 << 14, worth_sharing(n, threads), [&](int64_t begin, int64_t end) {
+            for (int64_t i = begin; i < end; i++) sure_[i] = uint8_t(columns[i].threshold >> 24);
+        });
     }
-    for (int64_t i = 0; table && i < count; i++) {
-        const AliasColumn column = table[units[i]];
-        const bool below = uint32_t(words[i * stride] * uint64_t(n) >> 32) < column.threshold;
-        units[i] = below ? units[i] : column.alias;
+
+    // units[i] = what words[i * stride] draws; at most kMost. Most draws are decided by the first eight bits of
+    // a threshold, which lie in a quarter of a cache where the table would not; columns are asked for well
+    // before the others look at them.
+    static constexpr int64_t kMost = 256;
+    void operator()(const uint64_t* words, int64_t count, int64_t stride, int32_t* units) const {
+        const auto n = uint64_t(n_);
+        for (int64_t i = 0; i < count; i++) {
+            units[i] = int32_t(Wide(words[i * stride]) * n >> 64);
+            if (columns_) __builtin_prefetch(&sure_[units[i]]);
+        }
+        if (!columns_) return;
+        int32_t open[kMost];
+        int64_t left = 0;
+        for (int64_t i = 0; i < count; i++) {
+            open[left] = int32_t(i);
+            const bool unsure = (words[i * stride] * n >> 56) >= sure_[units[i]];
+            __builtin_prefetch(unsure ? columns_ + units[i] : columns_);
+            left += unsure;
+        }
+        for (int64_t k = 0; k < left; k++) {
+            const int64_t i = open[k];
+            const AliasColumn column = columns_[units[i]];
+            const bool below = uint32_t(words[i * stride] * n >> 32) < column.threshold;
+            units[i] = below ? units[i] : column.alias;
+        }
     }
-}
+
+   private:
+    const AliasColumn* columns_;
+    int64_t n_;
+    Scratch<uint8_t> sure_;
+};
 
 // Ascending, in linear time, of keys of so many bits.
 template <class Key>
@@ -118,13 +149,20 @@ void keep_new(const Drawn& drawn, const Bands& bands, int64_t n_in, const ByOutp
         for (int64_t r = 0; it < end; r++) {
             const int64_t row = bands.unit(b) + r;
             const int32_t *other = active.indices + active.ptr[row], *stop = active.indices + active.ptr[row + 1];
+            const bool few = stop - other <= 32;  // then a look at all is quicker than guessing where to stop
             int32_t* const first = to;
             int32_t last = -1;
             for (; it < end && int64_t(*it >> bits) == r; it++) {
                 const auto input = int32_t(*it & ((Key(1) << bits) - 1));
-                while (other < stop && *other < input) other++;
-                if (input != last && (other == stop || *other != input)) *to++ = input;
-                last = input;
+                bool known = input == last;
+                if (few) {
+                    for (const int32_t* a = other; a < stop; a++) known |= *a == input;
+                } else {
+                    while (other < stop && *other < input) other++;
+                    known |= other < stop && *other == input;
+                }
+                *to = last = input;
+                to += !known;
             }
             rows[row + 1] = int32_t(to - first);
         }
@@ -176,7 +214,8 @@ int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, c
     if (draws == 0) return 0;
     threads = worth_sharing(draws, threads);
     Bands bands(n_out, draws);
-    constexpr int64_t kPiece = 256, kBlocks = 2;  // draws, and blocks of two draws each
+    constexpr int64_t kPiece = Picker::kMost, kBlocks = 2;  // draws, and blocks of two draws each
+    const Picker input_unit(inputs, n_in, threads), output_unit(outputs, n_out, threads);
     const int64_t part = ((draws - 1) / bands.parts() / kPiece + 1) * kPiece;
     int32_t* input = indices;  // until it holds the result
     const Scratch<int32_t> output(draws);
@@ -187,8 +226,8 @@ int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, c
         for (int64_t begin = p * part; begin < last; begin += kPiece) {
             const int64_t n = std::min(kPiece, last - begin);
             for (int64_t i = 0; i < n; i += 2 * kBlocks) philox<kBlocks>(stream, uint64_t((begin + i) / 2), words + 2 * i);
-            pick(words, n, 2, n_in, inputs, input + begin);
-            pick(words + 1, n, 2, n_out, outputs, output.get() + begin);
+            input_unit(words, n, 2, input + begin);
+            output_unit(words + 1, n, 2, output.get() + begin);
             for (int64_t i = begin; i < begin + n; i++) count[output[i] >> bands.shift()]++;
         }
     });

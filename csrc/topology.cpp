@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <vector>
+#include <utility>
 
 #include "bands.h"
 #include "parallel.h"
@@ -51,39 +51,39 @@ void index_by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels
     };
     parallel_for(bands.parts(), threads, [&](int64_t p) {
         int64_t* here = bands.of(p);
-        for (int32_t e = a.ptr[row(p)]; e < a.ptr[row(p + 1)]; e++) here[slot(a.indices[e]) >> bands.shift()]++;
+        const int32_t end = a.ptr[row(p + 1)];
+        for (int32_t e = a.ptr[row(p)]; e < end; e++) here[slot(a.indices[e]) >> bands.shift()]++;
     });
     bands.place();
-    const Scratch<int32_t> dealt(count);  // slots; outputs and order lie where they go to
+    struct Entry {
+        int32_t slot, output, place;
+    };
+    const Scratch<Entry> dealt(count);
     parallel_for(bands.parts(), threads, [&](int64_t p) {
         int64_t* next = bands.of(p);
         const int64_t end = row(p + 1);
         for (int64_t o = row(p); o < end; o++)
             for (int32_t e = a.ptr[o]; e < a.ptr[o + 1]; e++) {
                 const int32_t to = slot(a.indices[e]);
-                const int64_t k = next[to >> bands.shift()]++;
-                dealt[k] = to;
-                outputs[k] = int32_t(o);
-                order[k] = e;
+                dealt[next[to >> bands.shift()]++] = {to, int32_t(o), e};
             }
     });
     ptr[slots] = int32_t(count);
     parallel_for(bands.count(), threads, [&](int64_t b) {
-        const int64_t begin = bands.start(b), n = bands.start(b + 1) - begin, first = bands.unit(b);
-        int32_t* const start = ptr + first;
-        std::vector<int32_t> next(size_t(bands.units(b) + 1), 0);
-        for (int64_t i = begin; i < begin + n; i++) next[size_t(dealt[i] - first + 1)]++;
-        for (int64_t s = 0; s < bands.units(b); s++) {
-            next[size_t(s + 1)] += next[size_t(s)];
-            start[s] = int32_t(begin) + next[size_t(s)];
+        const Entry *begin = &dealt[bands.start(b)], *end = &dealt[bands.start(b + 1)];
+        const Scratch<int32_t> mine(bands.units(b));
+        int32_t* const next = mine.get() - bands.unit(b);  // by slot
+        std::fill_n(mine.get(), bands.units(b), 0);
+        for (const Entry* it = begin; it < end; it++) next[it->slot]++;
+        auto total = int32_t(bands.start(b));
+        for (int64_t s = bands.unit(b); s < bands.unit(b) + bands.units(b); s++) {
+            ptr[s] = total;
+            total += std::exchange(next[s], total);
         }
-        const Scratch<int32_t> was(2 * n);
-        std::copy_n(outputs + begin, n, was.get());
-        std::copy_n(order + begin, n, was.get() + n);
-        for (int64_t i = 0; i < n; i++) {
-            const int64_t k = begin + next[size_t(dealt[begin + i] - first)]++;
-            outputs[k] = was[i];
-            order[k] = was[n + i];
+        for (const Entry* it = begin; it < end; it++) {
+            const int32_t k = next[it->slot]++;
+            outputs[k] = it->output;
+            order[k] = it->place;
         }
     });
 }
