@@ -18,7 +18,7 @@ from rewire.ops import Convolution, native
 from rewire.ops import sampling as kernels
 from rewire.ops.counting import Counter
 from rewire.ops.sampling import Alias, Stream
-from rewire.ops.topology import build
+from rewire.ops.topology import TopologyError, build
 from rewire.sampling import Batch
 
 STREAM = Stream(seed=7, purpose=sampling.DRAWS, step=3, layer=1)
@@ -102,6 +102,38 @@ def test_long_rows_and_many_draws_are_those_of_numpy() -> None:
         everywhere(
             lambda r=rows, n=n_in, m=n_out, d=draws, t=(f, g): kernels.draw(STREAM, d, n, m, r, *t)
         )
+
+
+@needs_kernels
+def test_draws_among_very_many_inputs_are_those_of_numpy() -> None:
+    """Input unit and output unit of a band do not fit 32 bits together."""
+    n_in, n_out, draws = 2_000_000_000, 5000, 50_000
+    few = everywhere(
+        lambda: kernels.draw(STREAM, 1000, n_in, n_out, sampling.rows(active(n_in, n_out, 0)))
+    )
+    rows = everywhere(lambda: kernels.draw(STREAM, draws, n_in, n_out, few))
+    assert (
+        rows.indices.numel() == draws - few.indices.numel()
+    )  # which are drawn again, and left out
+
+
+@needs_kernels
+@pytest.mark.parametrize("taps", [1, 9])
+def test_the_order_by_input_is_that_of_a_stable_sort(taps: int) -> None:
+    for n_in, n_out, count in ((9000, 4000, 70_000), (90, 20_000, 50_000), (9000, 5, 40_000)):
+        c = active(n_in, n_out, count)
+        everywhere(lambda c=c: build(c.indptr, c.indices, c.n_in, taps))
+
+
+@needs_kernels
+def test_the_first_bad_row_is_found_in_many() -> None:
+    c = active(1000, 40_000, 200_000)
+    for rows in ([39_999], [21_000, 5000, 39_000]):
+        indices = c.indices.clone()
+        for row in rows:
+            indices[c.indptr[row + 1] - 1] = 1000
+        with pytest.raises(TopologyError, match=f"output unit {min(rows)} "):
+            Connections(1000, 40_000, c.indptr, indices)
 
 
 @settings(max_examples=60, deadline=None)
