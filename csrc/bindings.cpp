@@ -10,11 +10,13 @@
 #include <vector>
 
 #include "channels.h"
+#include "drawing.h"
 #include "layers.h"
 #include "limits.h"
 #include "memory.h"
 #include "parallel.h"
 #include "sampling.h"
+#include "topology.h"
 
 namespace nb = nanobind;
 using namespace rewire;
@@ -67,19 +69,6 @@ void use(const std::string& name) {
             return;
         }
     throw std::invalid_argument("this machine does not support the instruction set '" + name + "'");
-}
-
-// -1 if rows of ascending, distinct indices in [0, inputs) tile [0, count); else the row that does not.
-int64_t first_bad_row(Address ptr_, Address indices_, int64_t rows, int64_t inputs, int64_t count) {
-    const auto* ptr = at<int32_t>(ptr_);
-    const auto* indices = at<int32_t>(indices_);
-    if (ptr[0] != 0) return 0;
-    for (int64_t r = 0; r < rows; r++) {
-        if (ptr[r + 1] < ptr[r] || ptr[r + 1] > count) return r;
-        for (int32_t e = ptr[r], last = -1; e < ptr[r + 1]; last = indices[e++])
-            if (indices[e] <= last || indices[e] >= inputs) return r;
-    }
-    return ptr[rows] == count ? -1 : rows - 1;
 }
 
 // An uninitialised tensor in kept memory.
@@ -214,15 +203,21 @@ NB_MODULE(_native, m) {
     m.def("empty_cache", &empty_cache);
     m.def("read_rate", [](int64_t bytes, int threads) { return read_rate(table<float>(), bytes, threads); },
           nb::call_guard<nb::gil_scoped_release>());
-    m.def("first_bad_row", &first_bad_row, nb::call_guard<nb::gil_scoped_release>());
+    m.def("first_bad_row", [](Address ptr, Address indices, int64_t rows, int64_t inputs, int64_t count, int threads) {
+        return first_bad_row({at<int32_t>(ptr), at<int32_t>(indices)}, rows, inputs, count, threads);
+    }, nb::call_guard<nb::gil_scoped_release>());
     m.def("by_input", [](Address ptr, Address indices, int64_t in_channels, int64_t out_channels, int64_t taps,
                          Address to_ptr, Address to_outputs, Address to_order, int threads) {
-        by_input({at<int32_t>(ptr), at<int32_t>(indices)}, in_channels, out_channels, taps, at<int32_t>(to_ptr),
-                 at<int32_t>(to_outputs), at<int32_t>(to_order), threads);
+        index_by_input({at<int32_t>(ptr), at<int32_t>(indices)}, in_channels, out_channels, taps,
+                       at<int32_t>(to_ptr), at<int32_t>(to_outputs), at<int32_t>(to_order), threads);
     }, nb::call_guard<nb::gil_scoped_release>());
 
-    m.def("alias", [](Address weights, int64_t n, Address columns) {
-        build_alias(at<double>(weights), n, at<AliasColumn>(columns));
+    m.def("alias", [](const std::vector<Address>& weights, const std::vector<int64_t>& sizes,
+                      const std::vector<Address>& columns, int threads) {
+        parallel_for(int64_t(sizes.size()), worth_sharing(sizes[0], threads), [&](int64_t i) {
+            const auto k = size_t(i);
+            build_alias(at<double>(weights[k]), sizes[k], at<AliasColumn>(columns[k]));
+        });
     }, nb::call_guard<nb::gil_scoped_release>());
     m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, Address inputs,
                      Address outputs, Address ptr, Address indices, Address to_ptr, Address to_indices,

@@ -13,7 +13,13 @@ namespace {
 
 constexpr std::size_t kLine = 64, kSlack = std::size_t(256) << 20;
 
-std::size_t rounded(std::size_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
+// To the next of 64 sizes between two powers of two: no two subsets of a rewiring are of quite the same size,
+// and the second is to find the memory of the first.
+std::size_t rounded(std::size_t bytes) {
+    std::size_t step = kLine;
+    while (bytes / step >= 128) step *= 2;
+    return (bytes + step - 1) / step * step;
+}
 
 // Blocks that were given back, the longest unused first. There are a few hundred at most. Used and kept
 // together are at most `limit()`: what was in use at once and a quarter more, or kSlack more if that is

@@ -1,4 +1,4 @@
-// Memory for large results, kept when a tensor dies and handed to the next of its size. A fresh 8 MB
+// Memory for large results, kept when a tensor dies and handed to the next of about its size. A fresh 8 MB
 // tensor costs its page faults first, often more than what is then computed into it; a training step
 // asks for the same sizes over and over.
 #pragma once

@@ -2,6 +2,7 @@
 // spin on the same cores cost more than they give), and on plain threads otherwise.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 
@@ -37,6 +38,16 @@ void parallel_for(int64_t tasks, int threads, Task&& task) {
                 (*s->task)(i);
         },
         &shared);
+}
+
+// How many threads are worth waking for so many elements.
+inline int worth_sharing(int64_t elements, int threads) { return elements < (1 << 15) ? 1 : threads; }
+
+// Calls task(begin, end) for pieces of [0, n).
+template <class Task>
+void pieces(int64_t n, int64_t piece, int threads, Task&& task) {
+    parallel_for((n + piece - 1) / piece, threads,
+                 [&](int64_t i) { task(i * piece, std::min(n, (i + 1) * piece)); });
 }
 
 }  // namespace rewire

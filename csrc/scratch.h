@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "memory.h"
 #include "pages.h"
 
 namespace rewire {
@@ -53,13 +54,13 @@ class Shelf {
     size_t kept_ = 0;
 };
 
-// `count` uninitialised elements from the shelf.
+// `count` uninitialised elements from the shelf; more than it has room for, from the memory of results.
 template <class T>
 class Scratch {
    public:
     Scratch() = default;
     explicit Scratch(int64_t count) : bytes_(sizeof(T) * size_t(count)) {
-        data_ = static_cast<T*>(Shelf::mine().take(bytes_));
+        data_ = static_cast<T*>(large() ? take_memory(bytes_) : Shelf::mine().take(bytes_));
     }
     Scratch(Scratch&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
     Scratch& operator=(Scratch&& other) noexcept {
@@ -68,12 +69,15 @@ class Scratch {
         return *this;
     }
     ~Scratch() {
-        if (data_) Shelf::mine().give(data_, bytes_);
+        if (data_) large() ? give_memory(data_, bytes_) : Shelf::mine().give(data_, bytes_);
     }
     T* get() const { return data_; }
     T& operator[](int64_t i) const { return data_[i]; }
 
    private:
+    static constexpr size_t kShelved = 16 << 20;  // of whole huge pages: what the shelf gives is no more either
+    bool large() const { return bytes_ > kShelved; }
+
     T* data_ = nullptr;
     size_t bytes_ = 0;
 };

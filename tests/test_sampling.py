@@ -18,7 +18,7 @@ from rewire.ops import Convolution, native
 from rewire.ops import sampling as kernels
 from rewire.ops.counting import Counter
 from rewire.ops.sampling import Alias, Stream
-from rewire.ops.topology import build
+from rewire.ops.topology import TopologyError, build
 from rewire.sampling import Batch
 
 STREAM = Stream(seed=7, purpose=sampling.DRAWS, step=3, layer=1)
@@ -87,7 +87,7 @@ def test_draws_are_those_of_numpy(a: Connections, draws: int, seed: int, shaped:
         return
     tables: list[Alias | None] = [None, None]
     if shaped:
-        tables = [kernels.alias_table(weights(a.n_in)), kernels.alias_table(weights(a.n_out))]
+        tables = kernels.alias_tables(weights(a.n_in), weights(a.n_out))
     stream = STREAM._replace(seed=seed)
     rows = sampling.rows(a)
     everywhere(lambda: kernels.draw(stream, draws, a.n_in, a.n_out, rows, *tables))
@@ -98,10 +98,42 @@ def test_long_rows_and_many_draws_are_those_of_numpy() -> None:
     for n_in, n_out, draws in ((100_000, 3, 60_000), (300, 5000, 200_000)):
         a = active(n_in, n_out, 5000)
         rows = sampling.rows(a)
-        f, g = kernels.alias_table(weights(n_in)), kernels.alias_table(weights(n_out))
+        f, g = kernels.alias_tables(weights(n_in), weights(n_out))
         everywhere(
             lambda r=rows, n=n_in, m=n_out, d=draws, t=(f, g): kernels.draw(STREAM, d, n, m, r, *t)
         )
+
+
+@needs_kernels
+def test_draws_among_very_many_inputs_are_those_of_numpy() -> None:
+    """Input unit and output unit of a band do not fit 32 bits together."""
+    n_in, n_out, draws = 2_000_000_000, 5000, 50_000
+    few = everywhere(
+        lambda: kernels.draw(STREAM, 1000, n_in, n_out, sampling.rows(active(n_in, n_out, 0)))
+    )
+    rows = everywhere(lambda: kernels.draw(STREAM, draws, n_in, n_out, few))
+    assert (
+        rows.indices.numel() == draws - few.indices.numel()
+    )  # which are drawn again, and left out
+
+
+@needs_kernels
+@pytest.mark.parametrize("taps", [1, 9])
+def test_the_order_by_input_is_that_of_a_stable_sort(taps: int) -> None:
+    for n_in, n_out, count in ((9000, 4000, 70_000), (90, 20_000, 50_000), (9000, 5, 40_000)):
+        c = active(n_in, n_out, count)
+        everywhere(lambda c=c: build(c.indptr, c.indices, c.n_in, taps))
+
+
+@needs_kernels
+def test_the_first_bad_row_is_found_in_many() -> None:
+    c = active(1000, 40_000, 200_000)
+    for rows in ([39_999], [21_000, 5000, 39_000]):
+        indices = c.indices.clone()
+        for row in rows:
+            indices[c.indptr[row + 1] - 1] = 1000
+        with pytest.raises(TopologyError, match=f"output unit {min(rows)} "):
+            Connections(1000, 40_000, c.indptr, indices)
 
 
 @settings(max_examples=60, deadline=None)
@@ -142,8 +174,8 @@ def test_streams_differ() -> None:
 )
 def test_alias_tables_are_exact(given_: list[float]) -> None:
     w = torch.tensor(given_, dtype=torch.float64)
-    table = everywhere(lambda: kernels.alias_table(w))
-    share = table.threshold.numpy().astype(np.float64) / 2**64
+    table = everywhere(lambda: kernels.alias_tables(w)[0])
+    share = table.threshold.numpy().astype(np.float64) / 2**32
     mass = np.zeros(len(given_))
     np.add.at(mass, np.arange(len(given_)), share)
     np.add.at(mass, table.alias.numpy(), 1 - share)
@@ -154,7 +186,7 @@ def test_alias_tables_are_exact(given_: list[float]) -> None:
 
 @pytest.mark.parametrize("w", [[0.0, 0.0], [float("nan"), 1.0], [float("inf"), 1.0]])
 def test_weights_that_say_nothing_are_uniform(w: list[float]) -> None:
-    assert kernels.alias_table(torch.tensor(w)) is None
+    assert kernels.alias_tables(torch.tensor(w)) == [None]
 
 
 def chi_square(counts: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> float:
@@ -169,7 +201,7 @@ def test_frequencies_are_f_times_g(shaped: bool) -> None:
     n_in, n_out, rounds = 12, 9, 8_000
     f, g = (weights(n) + 0.05 if shaped else torch.ones(n).double() for n in (n_in, n_out))
     joint = torch.outer(g / g.sum(), f / f.sum()).flatten().numpy()
-    tables = (kernels.alias_table(f), kernels.alias_table(g))
+    tables = kernels.alias_tables(f, g)
     empty = sampling.rows(active(n_in, n_out, 0))
     # One draw at a time, so that no duplicate is removed.
     counts = np.zeros(n_in * n_out)

@@ -121,8 +121,8 @@ def draw(
     free = active.n_in * active.n_out - len(active)
     if wanted >= free or ceil(wanted) >= free:
         return inactive(active)
-    f, g = (None if w is None else sampling.alias_table(w) for w in weights)
-    found = sampling.draw(stream, ceil(wanted), active.n_in, active.n_out, rows(active), f, g)
+    tables = sampling.alias_tables(*weights)
+    found = sampling.draw(stream, ceil(wanted), active.n_in, active.n_out, rows(active), *tables)
     return _connections(active, found)
 
 

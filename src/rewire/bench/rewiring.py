@@ -21,6 +21,7 @@ from torch import Tensor
 
 from rewire import GSE, Connections, Rewirer, Site, SparseLinear, sampling
 from rewire.bench.timing import Tick, interleaved, no_collections
+from rewire.ops import layout
 from rewire.ops.products import LINEAR
 from rewire.ops.sampling import Stream
 from rewire.sampling import DISTRIBUTIONS, DRAWS, Batch
@@ -147,7 +148,8 @@ class Training:
 
 
 def _batch_last(width: int, batch: int, generator: torch.Generator) -> Tensor:
-    return torch.randn(width, batch, generator=generator).t()
+    """As another layer of the network would give it."""
+    return layout.to_batch_last(torch.randn(batch, width, generator=generator))
 
 
 def _seconds(*functions: Callable[[], object]) -> float:

@@ -19,7 +19,7 @@ from rewire.methods.arguments import Fraction, check_choice, check_integer, chec
 from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
 from rewire.methods.history import History, Rewiring, total
 from rewire.methods.site import Probe, Site, find, parameters
-from rewire.ops.sampling import Stream
+from rewire.ops.sampling import Stream, magnitude
 from rewire.sampling import DRAWS, Batch
 
 
@@ -109,11 +109,11 @@ class Rewirer:
             raise NotImplementedError(
                 f"{type(self).__name__} is not guided: it must define growth()"
             )
-        return site.gradient.abs()
+        return magnitude(site.gradient)
 
     def survival(self, site: Site) -> Tensor:
         """A score for each active connection; by default the magnitude of its weight."""
-        return site.weights.abs()
+        return magnitude(site.weights)
 
     @property
     def conserves(self) -> str | None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -27,7 +26,7 @@ def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -
             raise ValueError(
                 f"{rule}() gave {score.numel()} scores for {size} connections of {site.name}"
             )
-    flat = torch.cat([score.detach().cpu().flatten() for score in scores])
+    flat = ops.joined([score.detach().cpu().flatten() for score in scores])
     if what == "pruned":
         for part in flat.split(sizes):
             keep_best(part)
@@ -58,7 +57,7 @@ def check_budget(sites: Sequence[Site], scope: str) -> None:
             masks = [getattr(site, what) for site in group]
             if any(mask is None for mask in masks):
                 raise RuntimeError(f"choose() has not set {what!r} of every layer")
-            counts.append(sum(int(mask.sum()) for mask in masks))
+            counts.append(sum(ops.number(mask) for mask in masks))
         if counts[0] != counts[1]:
             names = ", ".join(site.name for site in group)
             raise RuntimeError(
@@ -84,7 +83,7 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
     layer, subset = site.layer, subset_of(site)
     assert site.pruned is not None
     assert site.grown is not None
-    if not (bool(site.pruned.any()) or bool(site.grown.any())):
+    if not (ops.number(site.pruned) or ops.number(site.grown)):
         return None
     pruned, grown = site.pruned.cpu(), site.grown.cpu()
     rows, source = ops.replace(
@@ -117,7 +116,7 @@ def part(site: Site) -> LayerRewiring:
     """What has happened to a layer."""
 
     def size(mask: Tensor | None) -> int:
-        return 0 if mask is None else int(mask.sum())
+        return 0 if mask is None else ops.number(mask)
 
     return LayerRewiring(
         active=site.layer.count,

@@ -7,6 +7,8 @@ there is no compiled kernel, numpy and torch compute the same bits.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,42 +58,48 @@ class Stream(NamedTuple):
 
 
 class Alias(NamedTuple):
-    """Vose's table: unit j where a 64-bit fraction is below ``threshold[j]``, else ``alias[j]``.
+    """Vose's table: unit j where a 32-bit fraction is below ``threshold[j]``, else ``alias[j]``.
 
     Both are views of ``columns``, where a draw finds all it needs in one place of memory.
     """
 
-    columns: Tensor  # int32, (units, 4): threshold in the first two, alias, unused
+    columns: Tensor  # int32, (units, 2): threshold, alias
 
     @property
     def threshold(self) -> Tensor:
-        """uint64"""
-        return self.columns.view(torch.uint64)[:, 0]
+        """uint32"""
+        return self.columns.view(torch.uint32)[:, 0]
 
     @property
     def alias(self) -> Tensor:
         """int32"""
-        return self.columns[:, 2]
+        return self.columns[:, 1]
 
 
-def alias_table(weights: Tensor) -> Alias | None:
-    """The table of the distribution in proportion to ``weights``, in O(n).
+def alias_tables(*weights: Tensor | None) -> list[Alias | None]:
+    """The tables of the distributions in proportion to each of ``weights``, in O(n).
 
-    None, the uniform distribution, where the weights define no other: they are all zero, or their sum is
-    not finite.
+    None, the uniform distribution, where there are no weights or they define no other: they are all
+    zero, or their sum is not finite.
     """
-    given = weights.detach().to("cpu", torch.float64).contiguous()
-    total = float(given.sum())
-    if not 0 < total < float("inf"):
-        return None
-    n = given.numel()
-    table = Alias(native.integers(4 * n).view(n, 4))
-    if native.available():
-        native.module().alias(given.data_ptr(), n, table.columns.data_ptr())
-    else:
-        table.columns.zero_()
-        _vose(given.numpy(), table.threshold.numpy(), table.alias.numpy())
-    return table
+    given = [None if w is None else w.detach().to("cpu", torch.float64) for w in weights]
+    tables: list[Alias | None] = [None] * len(given)
+    made: list[tuple[Tensor, Alias]] = []
+    for i, w in enumerate(given):
+        if w is not None and 0 < float(w.sum()) < math.inf:
+            tables[i] = table = Alias(native.integers(2 * w.numel()).view(-1, 2))
+            made.append((w.contiguous(), table))
+    if not native.available():
+        for w, table in made:
+            _vose(w.numpy(), table.threshold.numpy(), table.alias.numpy())
+    elif made:
+        native.module().alias(
+            [w.data_ptr() for w, _ in made],
+            [w.numel() for w, _ in made],
+            [table.columns.data_ptr() for _, table in made],
+            native.threads(),
+        )
+    return tables
 
 
 def _vose(weights: Any, threshold: Any, alias: Any) -> None:
@@ -101,7 +109,7 @@ def _vose(weights: Any, threshold: Any, alias: Any) -> None:
     large = [i for i in range(n) if not share[i] < 1]
     while small and large:
         s, most = small.pop(), large[-1]
-        threshold[s], alias[s] = int(share[s] * 2.0**64), most
+        threshold[s], alias[s] = int(share[s] * 2.0**32), most
         share[most] = share[most] - (1 - share[s])
         if share[most] < 1:
             small.append(large.pop())
@@ -138,7 +146,8 @@ def draw(
         *(t.data_ptr() for t in (*active, *rows)),
         native.threads(),
     )
-    return Rows(rows.indptr, native.integers(kept).copy_(rows.indices[:kept]))
+    few = kept < draws - draws // 8  # too few to hold on to the memory of all
+    return Rows(rows.indptr, rows.indices[:kept].clone() if few else rows.indices[:kept])
 
 
 def _draw(
@@ -157,13 +166,13 @@ def _draw(
 
 
 def _pick(words: Any, n: int, table: Alias | None) -> Any:
-    """The high word of ``word * n`` is a column, the low one a fraction of it."""
+    """The high word of ``word * n`` is a column, the upper half of the low one a fraction of it."""
     size, half = np.uint64(n), np.uint64(32)
     high, low = (words >> half) * size, (words & np.uint64(2**32 - 1)) * size
     columns = ((high + (low >> half)) >> half).astype(np.int64)
     if table is None:
         return columns
-    fraction = (high << half) + low
+    fraction = ((high << half) + low) >> half
     taken = fraction < table.threshold.numpy()[columns]
     return np.where(taken, columns, table.alias.numpy()[columns].astype(np.int64))
 
@@ -210,7 +219,7 @@ def replace(
     n_out = active.indptr.numel() - 1
     pruned, grown = pruned.contiguous(), grown.contiguous()
     if native.available():
-        count = int((~pruned).sum()) + int(grown.sum())
+        count = pruned.numel() - number(pruned) + number(grown)
         rows = Rows(native.integers(n_out + 1), native.integers(count))
         source = native.integers(count)
         native.module().replace(
@@ -226,6 +235,28 @@ def replace(
     keys, order = keys.sort()
     source = torch.cat([kept, torch.full_like(new, -1)])[order].int()
     return _rows(keys, n_in, n_out), source
+
+
+def number(mask: Tensor) -> int:
+    """How many elements are true. (A sum would widen each of them to eight bytes first.)"""
+    return int(mask.count_nonzero())
+
+
+def magnitude(x: Tensor) -> Tensor:
+    """``|x|``, in memory that an earlier result has left."""
+    kernels = native.kernels(x)
+    if kernels is None:
+        return x.abs()
+    return torch.abs(x, out=native.empty(kernels, tuple(x.shape), x.stride(), x))
+
+
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """A copy of vectors, one after the other, in such memory too."""
+    kernels = native.kernels(parts[0])
+    if kernels is None or any(part.dtype != parts[0].dtype for part in parts):
+        return torch.cat(list(parts))
+    size = sum(part.numel() for part in parts)
+    return torch.cat(list(parts), out=native.empty(kernels, (size,), (1,), parts[0]))
 
 
 def follow(x: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
@@ -305,9 +336,11 @@ def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tenso
         outputs, inputs = reference.rows_of(rows.indptr), rows.indices.long()
         image, dy = products.image(x), products.image(dy)
         return reference.weight_gradient(conv, dy, image, outputs.to(x.device), inputs.to(x.device))
-    grad = torch.zeros(rows.indices.numel(), dtype=x.dtype)
+    grad = native.empty(kernels, (rows.indices.numel(),), (1,), x)
     x, dy = layout.to_batch_last(x), layout.to_batch_last(dy)
-    if dy.numel() and grad.numel():
+    if dy.numel() == 0:
+        grad.zero_()
+    elif grad.numel():
         geometry, _ = products.geometry_of(conv, tuple(x.shape), dy.shape[1])
         kernels.weight_gradient(
             *(geometry, rows.indptr.data_ptr(), rows.indices.data_ptr()),

@@ -57,7 +57,9 @@ def _first_bad_row(indptr: Tensor, indices: Tensor, n_in: int) -> int:
     n_out, count = indptr.numel() - 1, indices.numel()
     if native.available() and indptr.is_cpu and indptr.is_contiguous() and indices.is_contiguous():
         return int(
-            native.module().first_bad_row(indptr.data_ptr(), indices.data_ptr(), n_out, n_in, count)
+            native.module().first_bad_row(
+                *(indptr.data_ptr(), indices.data_ptr(), n_out, n_in, count), native.threads()
+            )
         )
     counts = indptr.diff()
     if int(indptr[0]) != 0:

@@ -1,0 +1,17 @@
+// The connections of a layer: whether they are sound, and their other traversal order.
+#pragma once
+
+#include <cstdint>
+
+#include "layers.h"
+
+namespace rewire {
+
+// -1 if rows of ascending, distinct indices in [0, inputs) tile [0, count); else the first row that does not.
+int64_t first_bad_row(const ByOutput&, int64_t rows, int64_t inputs, int64_t count, int threads);
+
+// The same connections by input: slot c * taps + tap of input unit tap * in_channels + c.
+void index_by_input(const ByOutput&, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
+                    int32_t* outputs, int32_t* order, int threads);
+
+}  // namespace rewire
