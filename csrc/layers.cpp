@@ -417,44 +417,6 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
     });
 }
 
-void by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
-              int32_t* outputs, int32_t* order, int threads) {
-    const int64_t slots = in_channels * taps, count = a.ptr[out_channels];
-    auto slot = [&](int32_t index) { return taps == 1 ? index : index % in_channels * taps + index / in_channels; };
-    // Runs of rows count, and then fill, their own places in every slot.
-    const int64_t parts = std::max<int64_t>(1, std::min<int64_t>(8, count / std::max<int64_t>(1, slots)));
-    std::vector<int64_t> row(size_t(parts + 1));
-    for (int64_t p = 0; p <= parts; p++)
-        row[size_t(p)] = std::lower_bound(a.ptr, a.ptr + out_channels, count * p / parts) - a.ptr;
-    row[0] = 0;
-    row[size_t(parts)] = out_channels;
-    Scratch<int32_t> next(parts * slots);
-    parallel_for(parts, worth(count, threads), [&](int64_t p) {
-        int32_t* mine = next.get() + p * slots;
-        std::fill(mine, mine + slots, 0);
-        for (int32_t e = a.ptr[row[size_t(p)]]; e < a.ptr[row[size_t(p + 1)]]; e++) mine[slot(a.indices[e])]++;
-    });
-    int32_t total = 0;
-    for (int64_t s = 0; s < slots; s++) {
-        ptr[s] = total;
-        for (int64_t p = 0; p < parts; p++) {
-            const int32_t here = next[p * slots + s];
-            next[p * slots + s] = total;
-            total += here;
-        }
-    }
-    ptr[slots] = total;
-    parallel_for(parts, worth(count, threads), [&](int64_t p) {
-        int32_t* mine = next.get() + p * slots;
-        for (int64_t o = row[size_t(p)]; o < row[size_t(p + 1)]; o++)
-            for (int32_t e = a.ptr[o]; e < a.ptr[o + 1]; e++) {
-                const int32_t k = mine[slot(a.indices[e])]++;
-                outputs[k] = int32_t(o);
-                order[k] = e;
-            }
-    });
-}
-
 #define REWIRE_INSTANTIATE(T)                                                                                       \
     template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*,       \
                              const BatchNorm<T>*, T*, bool, T*, T*, int);                                           \

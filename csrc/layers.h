@@ -74,8 +74,4 @@ void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t l
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);
 
-// The same connections in the other order, by counting.
-void by_input(const ByOutput&, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,
-              int32_t* outputs, int32_t* order, int threads);
-
 }  // namespace rewire

@@ -62,8 +62,10 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
     const int64_t span = h.highest() - origin + 1, row_bytes = channels * row() * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
     if (window_rows * row_bytes <= kPackMax) return;
+    // No cache holds the source: then the whole batch of a unit is read at once, from one place in memory.
     mode = Mode::direct;
     origin = 0;
+    panel = batch;
 }
 
 int64_t Plan::bands() const {
