@@ -262,6 +262,15 @@ def test_masked_models_come_back(weights: str, tmp_path: Path) -> None:
         assert torch.equal(loaded.eval()(x), model.eval()(x))
 
 
+def test_a_model_of_another_class_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "own.safetensors"
+    rewire.save(rewire.sparsify(Own(), sparsity=0.7), path)
+    other = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match=r"the given Sequential has none of that name"):
+        rewire.load(path, other)
+    assert type(other[0]) is nn.Linear
+
+
 def test_files_that_are_no_models_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
     with pytest.raises(FileNotFoundError, match="no file"):

@@ -346,6 +346,23 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> No
     assert result(tmp_path / "parts") == result(tmp_path / "whole")
 
 
+def test_where_no_checkpoint_is_whole_nothing_is_lost_and_the_way_out_is_said(
+    tmp_path: Path,
+) -> None:
+    job, interrupts = job_of(every=5), Interrupts()
+    with Folder(tmp_path / "run") as folder:
+        folder.claim(job.config)
+        stopper = Stopper(interrupts, {17})
+        with pytest.raises(Interrupted):
+            Trainer(job, folder, stopper, interrupts, every=Interval(steps=4)).run()
+    kept = checkpoint.found(tmp_path / "run" / "checkpoints")
+    for one in kept:
+        (one / "tensors.safetensors").write_bytes(b"")
+    with pytest.raises(RunError, match=r"start over with .*--out .*--overwrite"):
+        run(job, tmp_path / "run")
+    assert checkpoint.found(tmp_path / "run" / "checkpoints") == kept
+
+
 def test_nothing_but_the_result_is_needed_when_nothing_is_written() -> None:
     summary = Trainer(job_of(every=5)).run()
     assert summary["steps"] == 25

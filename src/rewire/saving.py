@@ -104,6 +104,13 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
         name, arguments = about["build"]
         with torch.device("meta" if layers else "cpu"):
             model = models.build(name, **arguments)
+    has = dict(model.named_modules())
+    for name in layers:
+        if name not in has:
+            raise ValueError(
+                f"{path} holds a model with a layer {name!r}, and the given {type(model).__name__} has "
+                "none of that name: give an instance of the class that was saved"
+            )
     if layers and not _names(model, ConnectedLayer):
         if sparse and masked:
             raise ValueError(

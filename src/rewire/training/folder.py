@@ -193,7 +193,10 @@ class Folder:
         try:
             return checkpoint.load_newest(self.checkpoints)
         except checkpoint.CheckpointError as error:
-            raise RunError(f"{error}. Start over with --overwrite.") from error
+            raise RunError(
+                f"{error}. Nothing is left to go on from: start over with "
+                f"`rewire train --out {self.path} --overwrite` and the options of the run."
+            ) from error
 
 
 def plain(entry: Mapping[str, Any]) -> dict[str, Any]:
