@@ -14,7 +14,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rewire import Connections, SparseConv2d, SparseLayer, SparseLinear
+from rewire import ConnectedLayer, Connections, SparseConv2d, SparseLayer, SparseLinear
 from rewire.ops import TopologyError
 
 Layer = SparseLinear | SparseConv2d
@@ -945,6 +945,14 @@ def test_copies_are_independent(make: Make, duplicate: Callable[[Layer], Layer])
     assert torch.equal(layer(data(layer)), expected)
     assert_as_dense(copied)
     assert_as_dense(layer)
+
+
+def test_a_layer_of_ones_own_must_be_whole() -> None:
+    class Half(ConnectedLayer):
+        def assign(self, values: Tensor) -> None: ...
+
+    with pytest.raises(TypeError, match="set_connections"):
+        Half()  # type: ignore[abstract]
 
 
 @both
