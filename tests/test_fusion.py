@@ -8,7 +8,7 @@ import contextlib
 import copy
 import pickle
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,29 +22,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from rewire import SparseConv2d, SparseLinear, ops
-from rewire.nn import promises
 from rewire.nn.fusion import fuse, unfuse
 from rewire.ops import channels, pooling
 
-pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-INSTRUCTION_SETS = ops.instruction_sets() or ["reference"]
+pytestmark = [
+    pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels"),
+    pytest.mark.usefixtures("promise_always"),
+]
 DTYPES = [torch.float32, torch.float64]
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
-
-
-@pytest.fixture(params=INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.instruction_set()
-    ops.use_instruction_set(request.param)
-    yield request.param
-    ops.use_instruction_set(before)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def batch_last(x: Tensor) -> Tensor:
@@ -54,12 +40,6 @@ def batch_last(x: Tensor) -> Tensor:
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
-
-
-@pytest.fixture(autouse=True)
-def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers promise small outputs too, so that small tests see what large models do."""
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
 
 
 def is_fused(module: nn.Module) -> bool:

@@ -39,23 +39,6 @@ def instructions(name: str) -> Iterator[None]:
         ops.use_instruction_set(before)
 
 
-@pytest.fixture(params=INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.instruction_set()
-    if request.param != before:
-        ops.use_instruction_set(request.param)
-    yield request.param
-    if request.param != before:
-        ops.use_instruction_set(before)
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 # A layer on data, and what dense PyTorch makes of it
 
 
