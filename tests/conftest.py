@@ -6,6 +6,7 @@ set their own; ``OMP_NUM_THREADS`` overrules.
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also for
 import torch
 
 from rewire import ops
+from rewire.data import places
 from rewire.nn import promises
 
 
@@ -40,3 +42,10 @@ def threads() -> Iterator[Callable[[int], None]]:
 def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers promise small outputs too, so that small tests see what large models do."""
     monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data of the user's own."""
+    monkeypatch.delenv(places.VARIABLE, raising=False)
+    monkeypatch.setattr(places, "cache", lambda: tmp_path / "cache")
