@@ -49,3 +49,9 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No data of the user's own."""
     monkeypatch.delenv(places.VARIABLE, raising=False)
     monkeypatch.setattr(places, "cache", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def same_random_numbers() -> None:
+    """Those of torch, in every test."""
+    torch.manual_seed(0)
