@@ -1,6 +1,57 @@
-"""Tests are small: two threads would mostly wait for each other where cores are busy. Tests about threads
-set their own; ``OMP_NUM_THREADS`` overrules."""
+"""What all tests share.
+
+Tests are small: two threads would mostly wait for each other where cores are busy. Tests about threads
+set their own; ``OMP_NUM_THREADS`` overrules.
+"""
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch reads it; also for processes of tests
+
+import torch
+
+from rewire import ops
+from rewire.data import places
+from rewire.nn import promises
+
+
+@pytest.fixture(params=ops.instruction_sets() or ["reference"])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set that the kernels are built for."""
+    before = ops.instruction_set()
+    if request.param != before:
+        ops.use_instruction_set(request.param)
+    yield request.param
+    if request.param != before:
+        ops.use_instruction_set(before)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """Sets how many threads torch has, for one test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers promise small outputs too, so that small tests see what large models do."""
+    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+
+
+@pytest.fixture
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No data of the user's own."""
+    monkeypatch.delenv(places.VARIABLE, raising=False)
+    monkeypatch.setattr(places, "cache", lambda: tmp_path / "cache")
+
+
+@pytest.fixture
+def same_random_numbers() -> None:
+    """Those of torch, in every test."""
+    torch.manual_seed(0)

@@ -1,68 +1,29 @@
-"""Data sets on disk: reading, refusing what is hostile or damaged, finding, downloading."""
+"""Data sets on disk: reading, refusing what is hostile or damaged, finding."""
 
 import gzip
-import hashlib
 import os
 import pickle
 import struct
 import subprocess
 import sys
 import tarfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from typer.testing import CliRunner
 
+from data_files import idx, pack, pixels, write_cifar, write_fashion
 from rewire import data
-from rewire.cli import app
 from rewire.data import DataError, Images, cifar, fashion, places, sources, unpickle
 from rewire.data.cifar import CIFAR10, CIFAR100, Cifar
 
+pytestmark = pytest.mark.usefixtures("nowhere")
+
+
 SHARED = Path(__file__).parents[2] / "shared" / "data"
-
-
-@pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No data of the user's own."""
-    monkeypatch.delenv(places.VARIABLE, raising=False)
-    monkeypatch.setattr(places, "cache", lambda: tmp_path / "cache")
-
-
-def pixels(n: int, seed: int) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 256, (n, 3072), dtype=np.uint8)
-
-
-def write_cifar(kind: Cifar, place: Path, n: int = 4, protocol: int = 2) -> Path:
-    """A small data set in the official layout, the way Python 3 writes it."""
-    folder = place / kind.folder
-    folder.mkdir(parents=True)
-
-    def write(name: str, content: dict[bytes, Any]) -> None:
-        (folder / name).write_bytes(pickle.dumps(content, protocol=protocol))
-
-    for seed, name in enumerate((*kind.train, *kind.test)):
-        write(name, {b"data": pixels(n, seed), kind.labels: [i + seed for i in range(n)]})
-    write(kind.meta, {kind.label_names: [f"class {i}".encode() for i in range(10)]})
-    return folder
-
-
-def pack(kind: Cifar, folder: Path, archive: Path) -> Path:
-    with tarfile.open(archive, "w:gz") as tar:
-        tar.add(folder, kind.folder)
-    return archive
-
-
-def command(*arguments: str | Path) -> Any:
-    return CliRunner().invoke(app, [str(argument) for argument in arguments])
-
 
 # Pickles ------------------------------------------------------------------------------------------
 
@@ -319,26 +280,6 @@ def test_unknown_names_and_options_that_do_not_apply() -> None:
 # Fashion-MNIST ------------------------------------------------------------------------------------
 
 
-def idx(array: np.ndarray[Any, Any]) -> bytes:
-    header = struct.pack(f">BBBB{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
-    return header + array.astype(np.uint8).tobytes()
-
-
-def write_fashion(folder: Path, packed: bool = True) -> dict[str, np.ndarray[Any, Any]]:
-    rng = np.random.default_rng(0)
-    folder.mkdir(parents=True)
-    arrays: dict[str, np.ndarray[Any, Any]] = {}
-    for prefix, n in (("train", 20), ("t10k", 10)):
-        arrays[f"{prefix}-images-idx3-ubyte"] = rng.integers(0, 256, (n, 28, 28))
-        arrays[f"{prefix}-labels-idx1-ubyte"] = np.arange(n) % 10
-    for name, array in arrays.items():
-        if packed:
-            (folder / f"{name}.gz").write_bytes(gzip.compress(idx(array)))
-        else:
-            (folder / name).write_bytes(idx(array))
-    return arrays
-
-
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("folder", fashion.FOLDERS)
 def test_fashion_mnist(tmp_path: Path, packed: bool, folder: str) -> None:
@@ -374,7 +315,7 @@ IMAGES = np.zeros((20, 28, 28))
         ("train-images-idx3-ubyte", idx(IMAGES[:19])),
         ("train-images-idx3-ubyte", b"\0\0\x0d\x03" + idx(IMAGES)[4:]),
         ("train-images-idx3-ubyte", struct.pack(">4B3I", 0, 0, 8, 3, 2**31, 2**31, 2**31)),
-        ("train-images-idx3-ubyte.gz", gzip.compress(idx(IMAGES))[:-20]),
+        ("train-images-idx3-ubyte.gz", gzip.compress(idx(IMAGES), mtime=0)[:-20]),
         ("train-images-idx3-ubyte.gz", b"<html>404</html>"),
         ("t10k-labels-idx1-ubyte", idx(np.arange(10) + 1)),
     ],
@@ -391,149 +332,3 @@ def test_fashion_mnist_with_a_file_missing(tmp_path: Path) -> None:
     (tmp_path / "fashion-mnist" / "t10k-labels-idx1-ubyte.gz").unlink()
     with pytest.raises(DataError, match="there is no t10k-labels-idx1-ubyte"):
         data.load("fashion-mnist", tmp_path)
-
-
-# Downloads ----------------------------------------------------------------------------------------
-
-
-class Server(SimpleHTTPRequestHandler):
-    asked: list[str]
-
-    def log_message(self, *_: object) -> None:
-        self.asked.append(self.path)
-
-
-@pytest.fixture
-def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[str]]]:
-    """A folder that the data sets are downloaded from, and what was asked for."""
-    folder = tmp_path / "server"
-    folder.mkdir()
-    monkeypatch.setattr(Server, "asked", [], raising=False)
-    handler = partial(Server, directory=str(folder))
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.02,))
-        thread.start()
-        home = f"http://127.0.0.1:{http.server_port}"
-        monkeypatch.setattr(cifar, "HOME", home)
-        monkeypatch.setattr(fashion, "URL", home)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        yield folder, Server.asked
-        http.shutdown()
-        thread.join()
-
-
-def serve_cifar(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve a small archive, and take its checksum for the official one."""
-    archive = pack(CIFAR10, write_cifar(CIFAR10, folder.parent / "a"), folder / CIFAR10.archive)
-    kind = replace(CIFAR10, md5=hashlib.md5(archive.read_bytes()).hexdigest())
-    source = replace(sources.SOURCES["cifar10"], download=kind.download)
-    monkeypatch.setitem(sources.SOURCES, "cifar10", source)
-
-
-def test_download_once(
-    tmp_path: Path, server: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, asked = server
-    serve_cifar(folder, monkeypatch)
-    root = tmp_path / "root"
-    done = command("data", "get", "cifar10", "--root", root)
-    assert done.exit_code == 0
-    assert str(root / CIFAR10.folder) in done.output
-    assert [path.name for path in root.iterdir()] == [CIFAR10.folder]
-    assert len(data.load("cifar10", root).train) == 20
-    assert command("data", "get", "cifar10", "--root", root).exit_code == 0
-    assert len(data.load("cifar10", root, download=True).train) == 20
-    assert asked == [f"/{CIFAR10.archive}"]
-
-
-def test_get_repairs_what_is_damaged(
-    tmp_path: Path, server: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    serve_cifar(server[0], monkeypatch)
-    damaged = write_cifar(CIFAR10, tmp_path / "root")
-    (damaged / "test_batch").unlink()
-    data.get("cifar10", tmp_path / "root")
-    assert len(data.load("cifar10", tmp_path / "root").test) == 4
-
-
-def test_a_wrong_checksum_is_refused(tmp_path: Path, server: tuple[Path, list[str]]) -> None:
-    pack(CIFAR10, write_cifar(CIFAR10, tmp_path / "a"), server[0] / CIFAR10.archive)
-    root = tmp_path / "root"
-    done = command("data", "get", "cifar10", "--root", root)
-    assert done.exit_code == 1
-    assert "wrong checksum" in done.output
-    assert list(root.iterdir()) == []
-    with pytest.raises(DataError, match="wrong checksum"):
-        data.load("cifar10", root, download=True)
-
-
-def test_what_is_not_on_the_server(tmp_path: Path, server: tuple[Path, list[str]]) -> None:
-    with pytest.raises(DataError, match=r"could not be downloaded: 404"):
-        data.get("cifar100", tmp_path / "root")
-
-
-def test_a_root_that_cannot_be_written(tmp_path: Path, server: tuple[Path, list[str]]) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(DataError, match="could not be written"):
-        data.get("fashion-mnist", tmp_path / "file" / "root")
-
-
-def test_fashion_mnist_is_downloaded(
-    tmp_path: Path, server: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, asked = server
-    write_fashion(folder / "f")
-    for path in (folder / "f").iterdir():
-        path.rename(folder / path.name)
-        md5 = hashlib.md5((folder / path.name).read_bytes()).hexdigest()
-        monkeypatch.setitem(fashion.FILES, path.stem, md5)
-    source = replace(sources.SOURCES["fashion-mnist"], system=())
-    monkeypatch.setitem(sources.SOURCES, "fashion-mnist", source)
-    monkeypatch.setenv(places.VARIABLE, str(tmp_path / "named"))
-    loaded = data.load("fashion-mnist", download=True)
-    assert len(loaded.train) == 20
-    assert data.find("fashion-mnist") == tmp_path / "named" / "fashion-mnist"
-    assert len(asked) == 4
-
-
-# The command line ---------------------------------------------------------------------------------
-
-
-def test_list_shows_what_there_is(tmp_path: Path) -> None:
-    write_cifar(CIFAR10, tmp_path)
-    done = command("data", "list", "--root", tmp_path)
-    assert done.exit_code == 0
-    for name in data.NAMES:
-        assert name in done.output
-    assert CIFAR10.folder in done.output.replace("\n", "").replace(" ", "")
-    assert "to be downloaded" in done.output
-    assert "to be asked for" in done.output
-
-
-@pytest.mark.parametrize(
-    ("name", "code", "message"),
-    [
-        ("digits", 0, "comes with the package"),
-        ("imagenet", 1, "image-net.org"),
-        ("cifar11", 2, "there is no data set"),
-    ],
-)
-def test_get_what_is_not_downloaded(tmp_path: Path, name: str, code: int, message: str) -> None:
-    done = command("data", "get", name, "--root", tmp_path)
-    assert done.exit_code == code
-    assert message in done.output
-
-
-@pytest.mark.parametrize("arguments", [["data"], ["data", "list"], ["data", "get"]])
-def test_help(arguments: list[str]) -> None:
-    done = command(*arguments, "--help")
-    assert done.exit_code == 0
-    assert "Example: rewire" in done.output or "Commands" in done.output
-
-
-def test_torch_is_given_labels_it_can_use(tmp_path: Path) -> None:
-    write_cifar(CIFAR10, tmp_path)
-    train, test = data.load("cifar10", tmp_path).loaders(4)
-    for x, y in (*train, *test):
-        loss = torch.nn.functional.cross_entropy(x.flatten(1)[:, :10], y)
-        assert loss.isfinite()

@@ -2,8 +2,6 @@
 output's moments on the way out, the rectifier's and the bias's gradient on the way back. Each is
 compared with the same operations one after the other, in double precision, by torch."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -29,14 +27,6 @@ SIZES = [
     (5, 3, 4, 6, 6, 3, 1, 1, 1),  # read where it lies
     (1, 3, 4, 6, 6, 3, 1, 1, 1),
 ]
-
-
-@pytest.fixture(params=ops.instruction_sets() or ["reference"])
-def isa(request: pytest.FixtureRequest) -> Iterator[None]:
-    before = ops.instruction_set()
-    ops.use_instruction_set(request.param)
-    yield
-    ops.use_instruction_set(before)
 
 
 def batch_last(x: Tensor) -> Tensor:

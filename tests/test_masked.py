@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from rewired import dense_gradients
 from torch import Tensor, nn
 
 import rewire
@@ -276,17 +277,6 @@ def test_dense_gradients_are_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
 # RigL and SNFS by definition -------------------------------------------------------------------------
 
 
-def dense_gradients(model: nn.Module, step: int) -> dict[str, Tensor]:
-    full = rewire.densify(copy.deepcopy(model))
-    backward(full, step)
-    found = {}
-    for name in layers(model):
-        weight = full.get_submodule(name).weight.grad
-        assert isinstance(weight, Tensor)
-        found[name] = weight.permute(0, 2, 3, 1).flatten(1) if weight.dim() == 4 else weight
-    return found
-
-
 @pytest.mark.parametrize("parts", [1, 3])
 @pytest.mark.parametrize("scope", ["global", "layer"])
 def test_rigl_grows_the_largest_of_the_dense_gradient(scope: str, parts: int) -> None:
@@ -295,7 +285,7 @@ def test_rigl_grows_the_largest_of_the_dense_gradient(scope: str, parts: int) ->
     rewirer = rewire.RigL(model, optimizer, every=1, until=9, fraction=lambda t: 0.3, scope=scope)
     total: dict[str, Tensor] = {}
     for part in range(parts):  # accumulated, as .grad is
-        for name, gradient in dense_gradients(model, part).items():
+        for name, gradient in dense_gradients(model, part, backward).items():
             total[name] = total.get(name, 0) + gradient
         backward(model, part)
     before = topology(model)
@@ -352,7 +342,7 @@ def test_snfs_by_definition() -> None:
     momentum = {n: torch.zeros(m.n_out, m.n_in).double() for n, m in layers(model).items()}
     for step in range(4):
         optimizer.zero_grad()
-        for name, gradient in dense_gradients(model, step).items():
+        for name, gradient in dense_gradients(model, step, backward).items():
             momentum[name] = 0.9 * momentum[name] + 0.1 * gradient
         backward(model, step)
         optimizer.step()

@@ -384,6 +384,8 @@ def test_gradual_follows_its_schedule_and_hands_over() -> None:
         assert isinstance(model[0], rewire.MaskedLayer if step < 21 else rewire.SparseLayer)
     assert counts[-1] == 48
     assert [r.step for r in rewirer.history] == [5, 10, 15, 20, 22]
+    for r in rewirer.history:
+        assert r.fraction == pytest.approx(r.turnover, abs=1 / r.active)  # rounded
     assert [len(group["params"]) for group in optimizer.param_groups] == groups
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     assert held == {id(p) for p in model.parameters()}

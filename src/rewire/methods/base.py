@@ -242,7 +242,7 @@ class Rewirer:
                     f"a rewiring is due at step {self.t}, but no sparse layer had a backward pass since "
                     "the last step(): call step() once after each backward() and optimizer.step()"
                 )
-        if not self.guided:
+        else:
             for site in sites:
                 self._explore(site, self.t)
         self.choose(sites)

@@ -92,7 +92,8 @@ class Gradual(Rewirer):
 
     def alpha(self, t: int) -> float:
         """The share of the connections that goes at step t."""
-        return max(0.0, 1 - (1 - self.target(t)) / (1 - self.target(t - self.every)))
+        before = (t - 1) // self.every * self.every  # the last pruning, or none yet
+        return max(0.0, 1 - (1 - self.target(t)) / (1 - self.target(before)))
 
     def due(self, t: int) -> bool:
         """Every so many steps between begin and until, and at until."""

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from rewire import files
 from rewire.methods.pruning import Layers, best, layers_of, make_sparse
 from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
@@ -181,9 +182,4 @@ class Lottery:
         if self._file is None:
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
-        hidden = self._file.with_name(f".{_FILE}.{os.getpid()}")
-        try:
-            torch.save(self.state_dict(), hidden)
-            os.replace(hidden, self._file)
-        finally:
-            hidden.unlink(missing_ok=True)
+        files.write(self._file, lambda hidden: torch.save(self.state_dict(), hidden))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from rewire.connections import Connections
 from rewire.ops.eager import Probe
 
 
-class ConnectedLayer(nn.Module):
+class ConnectedLayer(nn.Module, ABC):
     """A layer with a set of active connections that can be changed: sparse, or dense under a mask.
 
     Attributes:
@@ -37,40 +38,40 @@ class ConnectedLayer(nn.Module):
         return parameter
 
     @property
+    @abstractmethod
     def connections(self) -> Connections:
         """The active connections."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def count(self) -> int:
         """How many connections are active."""
-        raise NotImplementedError
 
     @property
     def density(self) -> float:
         """Share of all possible connections that are active."""
         return self.count / max(1, self.n_in * self.n_out)
 
+    @abstractmethod
     def has(self, connections: Connections) -> bool:
         """Whether these very connections are still the layer's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def gather(self, tensor: Tensor) -> Tensor:
         """One element per active connection, of a tensor that is shaped like the parameter."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
         """A tensor shaped like the parameter would be with these connections, with one element for
         each of them, and ``rest`` elsewhere."""
-        raise NotImplementedError
 
+    @abstractmethod
     def assign(self, values: Tensor) -> None:
         """Give the active connections these weights."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_connections(self, connections: Connections, values: Tensor) -> None:
         """Replace the connections and their weights; the parameter stays the same object."""
-        raise NotImplementedError
 
     def _check_fit(self, connections: Connections, values: Tensor | None = None) -> None:
         if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):

@@ -7,6 +7,7 @@ methods that need dense weights.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Any, ClassVar
 
 import torch
@@ -50,13 +51,13 @@ class MaskedLayer(ConnectedLayer):
         self.register_buffer("reach", None, persistent=False)
         self._known: tuple[Tensor, int, Connections] | None = None
 
+    @abstractmethod
     def flat(self, tensor: Tensor) -> Tensor:
         """(out units, in units), of a tensor that is shaped like the weight."""
-        raise NotImplementedError
 
+    @abstractmethod
     def shaped(self, flat: Tensor) -> Tensor:
         """Shaped like the weight, of a tensor of (out units, in units)."""
-        raise NotImplementedError
 
     @property
     def effective(self) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 from rewire.report.progress import Tell, silent
 from rewire.training import toml
 from rewire.training.config import Config
-from rewire.training.folder import CONFIG, METRICS, MODEL
+from rewire.training.folder import CONFIG, METRICS, MODEL, Folder
 
 SWEEP, RESULTS = "sweep.toml", "results.json"
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "damaged"
@@ -219,7 +219,7 @@ def _rounds(whole: Run) -> list[Run]:
     found: list[Run] = []
     spent = dict.fromkeys(_SPENT, 0.0)
     for index in range(len(whole.config["rounds"])):
-        path = whole.path / f"round-{index}"
+        path = Folder(whole.path).round(index).path
         if not (path / CONFIG).is_file():
             break
         one = _read_run(path, f"{whole.name}/{path.name}", whole.sweep)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rewire.report import colors, groups
@@ -118,8 +118,18 @@ def _plain(value: Any) -> str:
 
 BY_HAND = View("", tables=("table1", "imagenet", "extended", "vit-scaling"))
 
-# What changes with the width, where the narrowest model is dense, and with the model.
-_ALONG = ("sparsity", "exact", "method", *OPTIONS, "lr")
+_WIDER = View(
+    "Wider models with as many connections",
+    "Table 3",
+    "Each model is made wider and sparser, so that the number of connections stays.",
+    x="width",
+    panel=("dataset",),
+    lines=("model",),
+    # What changes with the width, where the narrowest model is dense, and with the model.
+    tied=("sparsity", "exact", "method", *OPTIONS, "lr"),
+    tables=("scaling",),
+    curves="all",
+)
 
 VIEWS: dict[str, View] = {
     "table1": View(
@@ -134,17 +144,7 @@ VIEWS: dict[str, View] = {
         "ResNet-50 at 90 % sparsity.",
         tables=("imagenet",),
     ),
-    "scaling": View(
-        "Wider models with as many connections",
-        "Table 3",
-        "Each model is made wider and sparser, so that the number of connections stays.",
-        x="width",
-        panel=("dataset",),
-        lines=("model",),
-        tied=_ALONG,
-        tables=("scaling",),
-        curves="all",
-    ),
+    "scaling": _WIDER,
     "extended": View(
         "Extended training",
         "Table 4",
@@ -187,16 +187,11 @@ VIEWS: dict[str, View] = {
         "Test accuracy after every epoch.",
         tables=("table1",),
     ),
-    "progress-width": View(
-        "Training progress of wider models",
-        "Figure 7",
-        "Accuracy on training and test images after every epoch.",
-        x="width",
-        panel=("dataset",),
-        lines=("model",),
-        tied=_ALONG,
-        tables=("scaling",),
-        curves="all",
+    "progress-width": replace(
+        _WIDER,
+        title="Training progress of wider models",
+        source="Figure 7",
+        lead="Accuracy on training and test images after every epoch.",
         train=True,
     ),
 }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rewire.reproduce.process import LAST
 from rewire.reproduce.worker import Event
@@ -38,12 +37,7 @@ class Show:
         self._begun = self._told = time.monotonic()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         pass
 
     def tell(self, name: str, event: Event) -> None:
@@ -124,7 +118,7 @@ class Bars(Show):
         self._bars.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def started(self, name: str) -> None:

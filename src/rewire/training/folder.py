@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 from rewire import files
@@ -139,12 +138,7 @@ class Folder:
             raise Busy(f"another process is training in {self.path}; wait for it") from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
