@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from rewired import dense_gradients
 from torch import Tensor, nn
 
 import rewire
 from rewire import MaskedConv2d, MaskedLinear, SparseConv2d, SparseLinear
+from rewired import dense_gradients
 
 METHODS: dict[str, Any] = {
     "gse": rewire.GSE,
