@@ -18,6 +18,7 @@ from rewire.bench import layers, limits, machine, peers, show, step, timing, wor
 from rewire.bench.case import CSR, DENSE, FORWARD, OURS, TRAINING, Case, Functions, Result
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
+from rewire.ops import native
 
 TINY = ["--rounds", "1", "--sparsity", "0.9", "--batch", "4"]
 
@@ -111,6 +112,8 @@ def test_steps_are_measured_profiled_and_written(tmp_path: Path) -> None:
     operators = document["profile"]["operators"]
     assert len(operators) == 16
     assert sum(row["share"] for row in operators) == pytest.approx(1)
+    if native.available():  # kernels are rows of their own
+        assert {"kernel forward", "kernel gradients"} <= {row["operator"] for row in operators}
     assert "svg" in picture.read_text()
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +21,7 @@ import rewire
 from rewire import models
 from rewire.bench.case import DENSE, OURS, STEP, Case, Functions, Groups
 from rewire.bench.timing import Function
+from rewire.ops import native
 
 SPARSITIES = (0.9, 0.95, 0.98)
 QUICK_MODELS, QUICK_SPARSITIES = ("vgg16", "mlp"), (0.95,)
@@ -117,19 +121,53 @@ class Share:
     calls: float
 
 
+class _Seen:
+    """Kernels that the profiler sees, under names of their own."""
+
+    def __init__(self, kernels: Any) -> None:
+        self._kernels = kernels
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._kernels, name)
+        if not callable(found) or isinstance(found, type):
+            return found
+
+        def call(*args: Any) -> Any:
+            with record_function(f"kernel {name}"):
+                return found(*args)
+
+        return call
+
+
+@contextmanager
+def _kernels_seen() -> Iterator[None]:
+    if not native.available():
+        yield
+        return
+    module = native.module()
+    seen = {"f32": _Seen(module.f32), "f64": _Seen(module.f64)}
+    by_type = {torch.float32: seen["f32"], torch.float64: seen["f64"]}
+    with (
+        patch.object(native, "kernels", lambda x: by_type.get(x.dtype) if x.is_cpu else None),
+        patch.object(native, "module", lambda: SimpleNamespace(**{**vars(module), **seen})),
+    ):
+        yield
+
+
 def where_time_goes(
     name: str, sparsity: float, batch: int = 128, *, steps: int = 10, top: int = 15
 ) -> list[Share]:
     """The operators that take most of our training step, the rest of them as one row at the end.
 
-    Times are those of an operator itself, without what it calls, on the thread that trains.
+    Times are those of an operator itself, without what it calls, on the thread that trains: a row of an
+    autograd function is what Python and torch take around its kernels.
     """
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes log lines otherwise
     workload = WORKLOADS[name]
     step = _step(_converted(workload, sparsity), *workload.data(batch))
     for _ in range(3):
         step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+    with _kernels_seen(), profile(activities=[ProfilerActivity.CPU]) as profiled:
         for _ in range(steps):
             with record_function(_REST):
                 step()
