@@ -74,6 +74,30 @@ def test_dropout_in_place_changes_its_input() -> None:
     assert (after == 0).any()
 
 
+class Overwritten(nn.Module):
+    """A batch norm of something that is then dropped in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.conv(x) + 0
+        normed = self.norm(y)
+        return F.dropout(y, 0.9, training=True, inplace=True), normed
+
+
+def test_dropout_in_place_is_not_seen_by_what_came_before() -> None:
+    torch.manual_seed(0)
+    plain = Overwritten()
+    model = rewire.sparsify(copy.deepcopy(plain), density=1.0, weights="keep")
+    x = torch.randn(64, 3, 8, 8)
+    with torch.no_grad():
+        dropped, normed = model(x)
+        torch.testing.assert_close(normed, plain(x)[1], rtol=1e-4, atol=1e-4)
+    assert (dropped == 0).any()
+
+
 @needs_kernels
 @pytest.mark.parametrize("momentum", [0.1, 0.7, 1.0, None])
 def test_running_statistics_are_torchs(momentum: float | None) -> None:

@@ -28,7 +28,7 @@ from rewire.nn.promises import (
     promise,
     settled,
 )
-from rewire.ops import channels, layout, pooling
+from rewire.ops import channels, pooling
 from rewire.ops.channels import Norm
 
 
@@ -113,7 +113,7 @@ def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
     """With noise from torch's generator, by fewer and faster steps than torch's own."""
-    if not training or inplace or not 0 < p < 1 or not layout.prefers_batch_last(input):
+    if not training or inplace or not 0 < p < 1 or channels.kernels_for(input) is None:
         return None
     return input * (torch.rand_like(input) >= p).to(input.dtype).mul_(1 / (1 - p))
 
@@ -174,7 +174,7 @@ class _Fusion(TorchFunctionMode):
                 result = special(x, *map(settled, args[1:]), **kwargs)
                 if result is not None:
                     return result
-        elif "out" in kwargs or (
+        if "out" in kwargs or (
             (_writes(func) or kwargs.get("inplace")) and not (args and isinstance(args[0], Pending))
         ):
             # What is pending must not see the change; it reads floating-point numbers alone.
