@@ -1,7 +1,7 @@
 """Test accuracy of always-sparse methods: static, SET, and GSE with its three distributions.
 
     python examples/compare_methods.py --data digits --model mlp --steps 1560
-    python examples/compare_methods.py --data cifar10 --images 10000 --steps 780 --json cifar10.json
+    python examples/compare_methods.py --data cifar10 --images 10000 --steps 1950 --json cifar10.json
 
 Every method starts from the same connections and weights, and sees the same batches, for every seed
 from 0 on. The recipe is the paper's for CIFAR-10 scaled to ``--steps``: SGD, momentum 0.9, weight
@@ -43,8 +43,10 @@ MODELS: dict[str, Callable[[], nn.Module]] = {**digits.MODELS, "vgg16": models.v
 DEFAULT_MODELS = {"digits": "mlp", "cifar10": "vgg16"}
 
 
-def run(method: str, seed: int, images: data.Dataset, settings: Mapping[str, Any]) -> float:
-    """Train a model from scratch; returns its test accuracy."""
+def run(
+    method: str, seed: int, images: data.Dataset, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Train a model from scratch; returns its test accuracy and the connections of its layers."""
     torch.manual_seed(seed)
     model = MODELS[settings["model"]]()
     rewire.sparsify(model, sparsity=settings["sparsity"], seed=seed)
@@ -70,7 +72,8 @@ def run(method: str, seed: int, images: data.Dataset, settings: Mapping[str, Any
             rewirer.step()
             if rewirer.t == steps:
                 break
-    return digits.accuracy(model, test)
+    layers = {row.name: row.connections for row in rewire.summary(model, show=False).layers}
+    return {"accuracy": digits.accuracy(model, test), "layers": layers}
 
 
 def load(name: str, count: int | None, root: Path | None) -> data.Dataset:
@@ -97,6 +100,20 @@ def table(runs: Sequence[Mapping[str, Any]]) -> str:
         over = [by_seed[seed] - found["Static"][seed] for seed in shared]
         cells = (_spread(list(by_seed.values())), "" if method == "Static" else _spread(over, "+"))
         lines.append(f"| {method} | {cells[0]} | {cells[1]} | {len(by_seed)} |")
+    return "\n".join(lines)
+
+
+def layers(runs: Sequence[Mapping[str, Any]]) -> str:
+    """Where the connections are in the end, in the mean over seeds."""
+    found: dict[str, list[Mapping[str, int]]] = {}
+    for one in runs:
+        if "layers" in one:
+            found.setdefault(one["method"], []).append(one["layers"])
+    names = list(next(iter(found.values()))[0]) if found else []
+    lines = [f"| layer | {' | '.join(found)} |", "|---" * (len(found) + 1) + "|"]
+    for name in names:
+        means = (statistics.mean(counts[name] for counts in all_) for all_ in found.values())
+        lines.append(f"| {name} | {' | '.join(f'{mean:,.0f}' for mean in means)} |")
     return "\n".join(lines)
 
 
@@ -133,6 +150,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="steps between rewirings; steps / 78 by default")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--method", action="append", choices=list(METHODS), help="only these")
+    parser.add_argument("--layers", action="store_true", help="show where the connections end up")
     parser.add_argument("--json", type=Path, help="write runs to this file, and go on from it")
     given = parser.parse_args()
     settings = {
@@ -154,12 +172,14 @@ def main() -> None:
             start = time.perf_counter()
             found = run(method, seed, images, settings)
             seconds = time.perf_counter() - start
-            print(f"seed {seed}, {method}: {found:.2%} in {seconds:.0f} s", flush=True)
-            runs.append({"method": method, "seed": seed, "accuracy": found})
+            print(f"seed {seed}, {method}: {found['accuracy']:.2%} in {seconds:.0f} s", flush=True)
+            runs.append({"method": method, "seed": seed, **found})
             if given.json is not None:
                 document = {"machine": machine.facts(), "settings": settings, "runs": runs}
                 machine.save(given.json, document)
     print(table(runs))
+    if given.layers:
+        print(f"\n{layers(runs)}")
 
 
 if __name__ == "__main__":

@@ -43,12 +43,14 @@ def test_methods_are_compared_and_a_run_goes_on(run: Run, tmp_path: Path) -> Non
     arguments = ("--data", "digits", "--images", "256", "--steps", "12", "--json", file)
     first = run("compare_methods.py", *arguments, "--seeds", "1")
     assert "| GSE GraEst |" in first
-    second = run("compare_methods.py", *arguments, "--seeds", "2", "--method", "Static")
+    second = run("compare_methods.py", *arguments, "--seeds", "2", "--method", "Static", "--layers")
+    assert "| layer | Static | SET | GSE uniform | GSE GraBo | GSE GraEst |" in second
     assert "seed 0" not in second
     assert "seed 1, Static" in second
     runs = json.loads(file.read_text())["runs"]
     methods = ["Static", "SET", "GSE uniform", "GSE GraBo", "GSE GraEst"]
     assert [(r["method"], r["seed"]) for r in runs] == [*((m, 0) for m in methods), ("Static", 1)]
+    assert all(sum(r["layers"].values()) == 6002 for r in runs)
     with pytest.raises(SystemExit, match="other settings"):
         run("compare_methods.py", *arguments, "--lr", "1")
     with pytest.raises(SystemExit, match="--images must be between 128 and 1297"):
