@@ -48,9 +48,13 @@ void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, T
 template <class T>
 void track(const T* mean, const T* variance, int64_t channels, double momentum, double unbiased, T* running_mean,
            T* running_variance) {
+    // Not running + momentum * (moment - running), which loses a moment that is small beside what it replaces.
+    auto move = [=](T& running, double moment) {
+        running = T((1 - momentum) * double(running) + momentum * moment);
+    };
     for (int64_t c = 0; c < channels; c++) {
-        running_mean[c] += T(momentum) * (mean[c] - running_mean[c]);
-        running_variance[c] += T(momentum) * (variance[c] * T(unbiased) - running_variance[c]);
+        move(running_mean[c], double(mean[c]));
+        move(running_variance[c], double(variance[c]) * unbiased);
     }
 }
 

@@ -26,7 +26,7 @@ struct BatchNorm {
 template <class T>
 void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads);
 
-// running += momentum * (moment - running), the variance times `unbiased`.
+// running = (1 - momentum) * running + momentum * moment, the variance times `unbiased`.
 template <class T>
 void track(const T* mean, const T* variance, int64_t channels, double momentum, double unbiased, T* running_mean,
            T* running_variance);

@@ -236,6 +236,19 @@ def test_large_means_do_not_cancel(isa: str) -> None:
     torch.testing.assert_close(variance.double(), right, rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("momentum", [0.0, 0.1, 0.5, 1.0])
+def test_running_statistics_take_in_what_is_small_beside_them(
+    dtype: torch.dtype, momentum: float
+) -> None:
+    x = batch_last(normal(9, 4, 3, 3, dtype=dtype) * 1e-6)
+    ours, theirs = ([torch.full((4,), -5.0, dtype=dtype), torch.ones(4, dtype=dtype)] for _ in "ab")
+    channels.track(*channels.moments(x), x.numel() // 4, momentum, (ours[0], ours[1]))
+    F.batch_norm(x, *theirs, training=True, momentum=momentum)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+
+
 def test_what_the_batch_norm_kernel_does_not_take() -> None:
     x = batch_last(normal(9, 4, 3, 3))
     assert channels.can_batch_norm(x)

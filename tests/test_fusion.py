@@ -95,6 +95,18 @@ def test_a_batch_that_is_too_small_is_refused_as_by_torch() -> None:
     assert_same(model)
 
 
+@pytest.mark.parametrize("count", [12, 1, 3])
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_batch_norm_of_other_channels_is_refused_as_by_torch(count: int, tracks: bool) -> None:
+    model = Net(lambda m, x: F.relu(m.bn(m.conv(x))))
+    model.bn = nn.BatchNorm2d(count, track_running_stats=tracks, dtype=torch.float64)
+    fuse(model)
+    for training in (True, False):
+        model.train(training)
+        with pytest.raises(RuntimeError, match=f"should contain 6 elements not {count}"):
+            model(normal(8, 3, 6, 6))
+
+
 def test_running_statistics_are_updated_once_per_call() -> None:
     for name in ("sum_and_plain", "rectified_twice", "kept_but_not_used", "dropped"):
         model = Net(USES[name])

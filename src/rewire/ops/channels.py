@@ -189,9 +189,11 @@ def can_batch_norm(x: Tensor, *others: Tensor | None, known: bool = False) -> bo
     batch-last."""
     if (native.kernels(x) if known else kernels_for(x)) is None:
         return False
-    dtype = x.dtype
+    dtype, shape = x.dtype, (x.shape[1],)
     for t in others:
-        if t is not None and not (t.dtype == dtype and t.is_cpu and t.is_contiguous()):
+        if t is not None and not (
+            t.dtype == dtype and t.is_cpu and t.shape == shape and t.is_contiguous()
+        ):
             return False
     return True
 
