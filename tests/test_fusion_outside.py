@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused import Net, assert_close, assert_same, batch_last, marks, normal, plain, same_buffers
 from fused_uses import USES
+from rewire import Connections, SparseConv2d
 from rewire.nn.fusion import fuse, unfuse
 
 pytestmark = marks
@@ -304,6 +305,32 @@ def test_checkpointing_a_fused_model() -> None:
         assert inputs[1].grad is not None
         assert_close(inputs[0].grad, inputs[1].grad, 1e-9)
         outside_is_untouched()
+
+
+def _shrink(layer: SparseConv2d) -> None:
+    layer.set_connections(Connections.random(27, 6, 2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _shrink,
+        lambda conv: setattr(conv.values, "data", torch.ones(1, dtype=torch.float64)),
+        lambda conv: setattr(conv.bias, "data", torch.ones(1, dtype=torch.float64)),
+        lambda conv: conv.half(),
+    ],
+    ids=["connections", "values", "bias", "type"],
+)
+def test_a_layer_that_changes_before_its_output_is_used(change: Callable[[Any], Any]) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        change(m.conv)
+        return F.relu(m.bn(y))
+
+    model = Net(body)
+    fuse(model)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(normal(8, 3, 6, 6))
 
 
 @pytest.mark.parametrize("name", ["f_relu", "residual_block", "max_pool", "mean_pool", "nothing"])
