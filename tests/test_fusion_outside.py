@@ -397,3 +397,21 @@ def test_a_compiled_fused_model() -> None:
         assert_close(model.bn.weight.grad, reference.bn.weight.grad, 1e-9)  # type: ignore[arg-type]
         same_buffers(model, reference)
     assert_same(model)
+
+
+def test_a_fused_model_with_a_compiled_part() -> None:
+    part = nn.Sequential(Net(lambda m, x: F.relu(m.conv(x))), nn.ReLU())
+    model = nn.Sequential(part, nn.BatchNorm2d(6, dtype=torch.float64), nn.ReLU())
+    reference = plain(model)
+    torch.compiler.reset()
+    try:
+        model[0] = torch.compile(part, backend="aot_eager")
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile is unavailable: {error}")
+    fuse(model)
+    x = normal(8, 3, 6, 6)
+    y, expected = model(x), reference(x)
+    assert_close(y.detach(), expected.detach(), 1e-9)
+    for result in (y, expected):
+        result.square().sum().backward()
+    assert_close(model[1].weight.grad, reference[1].weight.grad, 1e-9)

@@ -274,8 +274,8 @@ def promise(
 
 
 def running() -> bool:
-    """Whether a converted model runs."""
-    return bool(_local.running)
+    """Whether a converted model runs, and no part of it is being compiled now."""
+    return bool(_local.running) and not torch.compiler.is_compiling()
 
 
 def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
