@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fused import Net, assert_close, assert_same, batch_last, marks, normal, plain, same_buffers
 from fused_uses import USES
+from rewire import Connections, SparseConv2d
 from rewire.nn.fusion import fuse, unfuse
 
 pytestmark = marks
@@ -306,6 +307,32 @@ def test_checkpointing_a_fused_model() -> None:
         outside_is_untouched()
 
 
+def _shrink(layer: SparseConv2d) -> None:
+    layer.set_connections(Connections.random(27, 6, 2), torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _shrink,
+        lambda conv: setattr(conv.values, "data", torch.ones(1, dtype=torch.float64)),
+        lambda conv: setattr(conv.bias, "data", torch.ones(1, dtype=torch.float64)),
+        lambda conv: conv.half(),
+    ],
+    ids=["connections", "values", "bias", "type"],
+)
+def test_a_layer_that_changes_before_its_output_is_used(change: Callable[[Any], Any]) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.conv(x)
+        change(m.conv)
+        return F.relu(m.bn(y))
+
+    model = Net(body)
+    fuse(model)
+    with pytest.raises(RuntimeError, match="changed in place"):
+        model(normal(8, 3, 6, 6))
+
+
 @pytest.mark.parametrize("name", ["f_relu", "residual_block", "max_pool", "mean_pool", "nothing"])
 def test_a_second_derivative_raises(name: str) -> None:
     model = Net(USES[name])
@@ -370,3 +397,21 @@ def test_a_compiled_fused_model() -> None:
         assert_close(model.bn.weight.grad, reference.bn.weight.grad, 1e-9)  # type: ignore[arg-type]
         same_buffers(model, reference)
     assert_same(model)
+
+
+def test_a_fused_model_with_a_compiled_part() -> None:
+    part = nn.Sequential(Net(lambda m, x: F.relu(m.conv(x))), nn.ReLU())
+    model = nn.Sequential(part, nn.BatchNorm2d(6, dtype=torch.float64), nn.ReLU())
+    reference = plain(model)
+    torch.compiler.reset()
+    try:
+        model[0] = torch.compile(part, backend="aot_eager")
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile is unavailable: {error}")
+    fuse(model)
+    x = normal(8, 3, 6, 6)
+    y, expected = model(x), reference(x)
+    assert_close(y.detach(), expected.detach(), 1e-9)
+    for result in (y, expected):
+        result.square().sum().backward()
+    assert_close(model[1].weight.grad, reference[1].weight.grad, 1e-9)

@@ -218,3 +218,13 @@ def test_files(make: Make) -> None:
     other.load_state_dict(torch.load(file, weights_only=True))
     assert_state(other, layer.state_dict())
     assert torch.equal(other(data(layer)), layer(data(layer)))
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_connections_that_change_before_the_backward_pass(count: int) -> None:
+    layer = SparseLinear(4, 3, connections=6)
+    x = torch.ones(2, 4, requires_grad=True)
+    loss = layer(x).sum()
+    layer.set_connections(Connections.random(4, 3, count), torch.ones(count))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()

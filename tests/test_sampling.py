@@ -456,3 +456,9 @@ def test_signs_are_four_wise_independent() -> None:
     for size in (1, 2, 3, 4):
         for index in itertools.combinations(range(5), size):
             assert abs(float(drawn[:, index].prod(1).mean())) < 5 / 4000**0.5
+
+
+def test_magnitudes_of_strided_memory() -> None:
+    x = torch.randn(1 << 18)
+    for view in (x, x[::4], x.view(512, 512).t(), x[: 1 << 15, None].expand(-1, 4)):
+        assert torch.equal(kernels.magnitude(view), view.abs())

@@ -165,6 +165,8 @@ class _Fusion(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling():  # a part of the model
+            return func(*args, **kwargs)
         special = _FUNCTIONS.get(func)
         if special is not None and hooked():
             special = None

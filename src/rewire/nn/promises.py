@@ -31,11 +31,12 @@ def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
-def _versions(tensors: tuple[Tensor, ...]) -> list[int]:
+def _versions(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
+    """What changes with the tensors' elements, and with their memory (``.data =``, ``.half()``)."""
     try:
-        return [tensor._version for tensor in tensors]
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
     except RuntimeError:  # made in inference mode: they have none
-        return [_version(tensor) for tensor in tensors]
+        return [(_version(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 class _State:
@@ -273,8 +274,8 @@ def promise(
 
 
 def running() -> bool:
-    """Whether a converted model runs."""
-    return bool(_local.running)
+    """Whether a converted model runs, and no part of it is being compiled now."""
+    return bool(_local.running) and not torch.compiler.is_compiling()
 
 
 def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:

@@ -171,6 +171,9 @@ def _put(parameter: nn.Parameter, data: Tensor) -> None:
         other = torch.float32 if parameter.dtype == torch.float64 else torch.float64
         parameter.data = torch.empty(0, dtype=other, device=parameter.device)
     parameter.data = data
+    if not parameter.is_inference():
+        # Such graphs hold the old connections, which other values do not fit: torch refuses them now.
+        torch.autograd.graph.increment_version(parameter)
 
 
 def _draw(

@@ -245,7 +245,7 @@ def number(mask: Tensor) -> int:
 def magnitude(x: Tensor) -> Tensor:
     """``|x|``, in memory that an earlier result has left."""
     kernels = native.kernels(x)
-    if kernels is None:
+    if kernels is None or not x.is_contiguous():
         return x.abs()
     return torch.abs(x, out=native.empty(kernels, tuple(x.shape), x.stride(), x))
 
