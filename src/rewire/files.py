@@ -40,7 +40,8 @@ def write(path: Path, fill: Callable[[Path], None]) -> None:
     try:
         fill(hidden)
         for file in hidden.iterdir() if hidden.is_dir() else [hidden]:
-            file.chmod(mode)  # safetensors makes its files private
+            if file.is_file():
+                file.chmod(mode)  # safetensors makes its files private
             sync(file)
         if hidden.is_dir():
             sync(hidden)
