@@ -104,20 +104,19 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
         name, arguments = about["build"]
         with torch.device("meta" if layers else "cpu"):
             model = models.build(name, **arguments)
-    has = dict(model.named_modules())
-    for name in layers:
-        if name not in has:
-            raise ValueError(
-                f"{path} holds a model with a layer {name!r}, and the given {type(model).__name__} has "
-                "none of that name: give an instance of the class that was saved"
-            )
     if layers and not _names(model, ConnectedLayer):
         if sparse and masked:
             raise ValueError(
                 f"{path} holds sparse and masked layers; give a model with the same layers to load into"
             )
         storage = "masked" if masked else "sparse"
-        model = sparsify(model, density=dict.fromkeys(layers, _ONE), storage=storage)
+        try:
+            model = sparsify(model, density=dict.fromkeys(layers, _ONE), storage=storage)
+        except ValueError as error:
+            raise ValueError(
+                f"{path} does not fit the given {type(model).__name__}: give an instance of the class "
+                f"that was saved ({error})"
+            ) from error
     model.load_state_dict(tensors)
     return model
 
