@@ -17,7 +17,6 @@ from rewire.nn.promises import settled
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.ops import products
 from rewire.ops.channels import Norm
-from rewire.ops.eager import checked_conv2d
 from rewire.ops.reference import Convolution
 
 
@@ -170,12 +169,12 @@ class SparseConv2d(SparseLayer, ConvShape):
             if min(shape) < 1 or not promises.worthwhile(shape, image, values):
                 return ops.conv2d(image, *layer, norm=norm, probe=probe)
             products.check(conv, image, *layer[:3])
-            run = partial(checked_conv2d, image, *layer)
+            run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe, checked=True)
             return promises.promise(
                 shape,
                 (image, *reads[1:], values) if bias is None else (image, *reads[1:], values, bias),
-                lambda relu: run(relu, norm=norm, probe=probe),
-                measure=lambda moments: run(False, moments, norm, probe),
+                lambda relu: run(relu=relu),
+                measure=lambda moments: run(moments=moments),
                 leaves=None if norm is None else norm.owed,
             )
 

@@ -176,12 +176,14 @@ def conv2d(
     moments: Moments | None = None,
     norm: Norm | None = None,
     probe: Probe | None = None,
+    checked: bool = False,
 ) -> Tensor:
     """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``.
 
     In the same pass over memory ``norm`` is done to an ``x`` that ``channels.can_batch_norm`` has
     accepted, the result is rectified if ``relu``, and its mean and variance by channel are written to
-    ``moments``. ``probe`` is as for :func:`linear`, and sees what ``norm`` gives.
+    ``moments``. ``probe`` is as for :func:`linear`, and sees what ``norm`` gives. ``checked`` says that
+    :func:`rewire.ops.products.check` has accepted the layer and the image.
     """
     if probe is not None and torch.compiler.is_compiling():
         return _eager_conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
@@ -193,27 +195,9 @@ def conv2d(
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
         return products.measured(y.relu() if relu else y, moments)
     x = _autocast(x, values)
-    products.check(conv, x, values, bias, topology)
-    products.check_image(conv, x)
-    return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
-
-
-def checked_conv2d(
-    x: Tensor,
-    values: Tensor,
-    bias: Tensor | None,
-    topology: Topology,
-    conv: Convolution,
-    relu: bool = False,
-    moments: Moments | None = None,
-    norm: Norm | None = None,
-    probe: Probe | None = None,
-) -> Tensor:
-    """:func:`conv2d` of what :func:`rewire.ops.products.check` has accepted."""
-    if torch._C._len_torch_dispatch_stack() or (
-        norm is not None and (probe is not None or not _takes_norm(x, values))
-    ):
-        return conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
+    if not checked:
+        products.check(conv, x, values, bias, topology)
+        products.check_image(conv, x)
     return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
 
 
