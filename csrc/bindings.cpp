@@ -93,11 +93,12 @@ template <class T>
 void define(nb::module_& m) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
     m.def("empty", &empty<T>);
+    m.def("panel", [] { return table<T>().sum_tile; });
     nb::class_<BatchNorm<T>>(m, "BatchNorm")
         .def("__init__", [](BatchNorm<T>* p, int64_t channels, int64_t len, bool training, bool relu, double epsilon,
-                            Address weight, Address bias, Address mean, Address variance) {
-            new (p) BatchNorm<T>{channels,      len,         training,    relu,           epsilon,
-                                 at<T>(weight), at<T>(bias), at<T>(mean), at<T>(variance)};
+                            Address weight, Address bias, Address mean, Address variance, int64_t panels) {
+            new (p) BatchNorm<T>{channels,      len,         training,    relu,            epsilon,
+                                 at<T>(weight), at<T>(bias), at<T>(mean), at<T>(variance), panels};
         });
     m.def("forward", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
                         const BatchNorm<T>* norm, Address y, bool relu, Address mean, Address variance, int threads) {
@@ -137,11 +138,15 @@ void define(nb::module_& m) {
     m.def("rectify_gradient", [](Address dz, Address z, Address dy, int64_t len, int threads) {
         rectify_gradient<T>(table<T>(), at<T>(dz), at<T>(z), at<T>(dy), len, threads);
     }, free);
+    m.def("panels", [](Address x, int64_t positions, int64_t batch, int64_t panel, bool into, Address y, int threads) {
+        panels<T>(table<T>(), at<T>(x), positions, batch, panel, into, at<T>(y), threads);
+    }, free);
     m.def("transpose", [](Address in, int64_t rows, int64_t cols, Address out, int threads) {
         transpose<T>(table<T>(), at<T>(in), rows, cols, at<T>(out), threads);
     }, free);
-    m.def("moments", [](Address x, int64_t channels, int64_t len, Address mean, Address variance, int threads) {
-        moments<T>(table<T>(), at<T>(x), channels, len, at<T>(mean), at<T>(variance), threads);
+    m.def("moments", [](Address x, int64_t channels, int64_t len, int64_t panels, Address mean, Address variance,
+                        int threads) {
+        moments<T>(table<T>(), at<T>(x), channels, len, panels, at<T>(mean), at<T>(variance), threads);
     }, free);
     m.def("track", [](Address mean, Address variance, int64_t channels, double momentum, double unbiased,
                       Address running_mean, Address running_variance) {
@@ -156,9 +161,9 @@ void define(nb::module_& m) {
         batch_norm_gradient<T>(table<T>(), p, at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual),
                                {at<T>(dweight), at<T>(dbias), at<T>(factors)}, threads);
     }, free);
-    m.def("settle_gradient", [](Address g, Address x, Address factors, int64_t channels, int64_t len, Address dx,
-                                int threads) {
-        settle_gradient<T>(table<T>(), at<T>(g), at<T>(x), at<T>(factors), channels, len, at<T>(dx), threads);
+    m.def("settle_gradient", [](Address g, Address x, Address factors, int64_t channels, int64_t len, int64_t panels,
+                                Address dx, int threads) {
+        settle_gradient<T>(table<T>(), at<T>(g), at<T>(x), at<T>(factors), channels, len, panels, at<T>(dx), threads);
     }, free);
     m.def("max_pool", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address y,
                          Address which, int threads) {
@@ -254,15 +259,17 @@ NB_MODULE(_native, m) {
     nb::class_<Geometry>(m, "Geometry")
         .def("__init__", [](Geometry* g, int64_t batch, int64_t in_channels, int64_t height, int64_t width,
                             int64_t out_channels, int64_t out_height, int64_t out_width, int32_t kh, int32_t kw,
-                            int32_t sh, int32_t sw, int32_t ph, int32_t pw, int32_t dh, int32_t dw) {
-            new (g) Geometry{batch,      in_channels, height, width, out_channels, out_height, out_width, kh, kw,
-                             sh,         sw,          ph,     pw,    dh,           dw};
+                            int32_t sh, int32_t sw, int32_t ph, int32_t pw, int32_t dh, int32_t dw, int64_t panel,
+                            bool in_panels, bool out_panels) {
+            new (g) Geometry{batch, in_channels, height, width, out_channels, out_height, out_width, kh,        kw,
+                             sh,    sw,          ph,     pw,    dh,           dw,         panel,     in_panels, out_panels};
         });
     nb::class_<Pool>(m, "Pool")
         .def("__init__", [](Pool* p, int64_t batch, int64_t height, int64_t width, int64_t out_height,
                             int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw, int32_t ph,
-                            int32_t pw, bool count_padding) {
-            new (p) Pool{batch, height, width, out_height, out_width, kh, kw, sh, sw, ph, pw, 1, 1, count_padding};
+                            int32_t pw, bool count_padding, int64_t panels, int64_t in_step, int64_t out_step) {
+            new (p) Pool{batch, height, width, out_height, out_width, kh,     kw,      sh,      sw,
+                         ph,    pw,     1,     1,          count_padding, panels, in_step, out_step};
         });
 
     auto f32 = m.def_submodule("f32");

@@ -16,6 +16,19 @@ void for_each_channel(int64_t channels, int64_t len, int threads, Body&& body) {
     });
 }
 
+// The contiguous runs that channels of `all` elements consist of.
+struct Runs {
+    int64_t channels, all, panels;
+
+    int64_t len() const { return all / panels; }
+    int64_t at(int64_t channel, int64_t panel) const { return (panel * channels + channel) * len(); }
+};
+
+template <class T>
+Runs runs_of(const BatchNorm<T>& p) {
+    return {p.channels, p.len, p.panels};
+}
+
 template <class T>
 NormGrad<T> norm_grad(const BatchNorm<T>& p, int64_t c, bool relu) {
     return {p.len, p.mean[c], T(p.inverse_std(c)), T(p.scale(c)), T(p.shift(c)), relu, p.training};
@@ -34,14 +47,28 @@ void from_sums(const BatchNorm<T>& p, int64_t c, const double* sums, const NormG
     out.factors[2 * p.channels + c] = T(-scale * sums[0] * each - by_x * double(p.mean[c]));
 }
 
+// What is left to do to the gradient in dx once its sums over channel c are known.
+template <class T>
+void subtract_means(const Table<T>& table, const BatchNorm<T>& p, int64_t c, const double* sums, const T* x, T* dx) {
+    const Runs runs = runs_of(p);
+    for (int64_t k = 0; k < p.panels; k++) {
+        T* d = dx + runs.at(c, k);
+        table.norm_gradient(norm_grad(p, c, false), sums, runs.len(), x + runs.at(c, k), nullptr, d, d, nullptr);
+    }
+}
+
 }  // namespace
 
 template <class T>
-void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads) {
+void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
+             int threads) {
     for_each_channel(channels, len, threads, [&](int64_t c) {
-        const T* mine = x + c * len;
-        mean[c] = T(table.total(mine, len) / double(len));
-        variance[c] = T(table.variation(mine, len, mean[c]) / double(len));
+        const Runs runs{channels, len, panels};
+        double sum = 0, variation = 0;
+        for (int64_t p = 0; p < panels; p++) sum += table.total(x + runs.at(c, p), runs.len());
+        mean[c] = T(sum / double(len));
+        for (int64_t p = 0; p < panels; p++) variation += table.variation(x + runs.at(c, p), runs.len(), mean[c]);
+        variance[c] = T(variation / double(len));
     });
 }
 
@@ -60,24 +87,34 @@ void track(const T* mean, const T* variance, int64_t channels, double momentum, 
 
 template <class T>
 void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* residual, T* z, int threads) {
-    for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
-        table.normalize({p.len, T(p.scale(c)), T(p.shift(c)), p.relu}, x + c * p.len, residual ? residual + c * p.len : nullptr,
-                        z + c * p.len);
+    const Runs runs = runs_of(p);
+    for_each_channel(p.channels * p.panels, runs.len(), threads, [&](int64_t k) {
+        const int64_t c = k % p.channels, at = k * runs.len();
+        table.normalize({runs.len(), T(p.scale(c)), T(p.shift(c)), p.relu}, x + at, residual ? residual + at : nullptr,
+                        z + at);
     });
 }
 
 template <class T>
 void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* z, const T* dz, T* dx,
                          T* dresidual, const NormGradients<T>& out, int threads) {
+    const Runs runs = runs_of(p);
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
-        const int64_t at = c * p.len;
         const NormGrad<T> grad = norm_grad(p, c, p.relu);
-        const T* kept = z ? z + at : nullptr;
-        T* g = dresidual ? dresidual + at : nullptr;
-        double sums[2];
-        table.norm_sums(grad, x + at, kept, dz + at, out.factors ? g : nullptr, sums);
+        double sums[2] = {};
+        for (int64_t k = 0; k < p.panels; k++) {
+            const int64_t at = runs.at(c, k);
+            double mine[2];
+            table.norm_sums(grad, runs.len(), x + at, z ? z + at : nullptr, dz + at,
+                            out.factors && dresidual ? dresidual + at : nullptr, mine);
+            for (int q = 0; q < 2; q++) sums[q] += mine[q];
+        }
         from_sums(p, c, sums, out);
-        if (!out.factors) table.norm_gradient(grad, sums, x + at, kept, dz + at, dx + at, g);
+        for (int64_t k = 0; k < p.panels && !out.factors; k++) {
+            const int64_t at = runs.at(c, k);
+            table.norm_gradient(grad, sums, runs.len(), x + at, z ? z + at : nullptr, dz + at, dx + at,
+                                dresidual ? dresidual + at : nullptr);
+        }
     });
 }
 
@@ -87,17 +124,18 @@ void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* 
     for_each_channel(p.channels, out.factors ? 1 : p.len, threads, [&](int64_t c) {
         const double mine[2] = {sums[2 * c], sums[2 * c + 1] * p.inverse_std(c)};
         from_sums(p, c, mine, out);
-        T* d = dx + c * p.len;
-        if (!out.factors) table.norm_gradient(norm_grad(p, c, false), mine, x + c * p.len, nullptr, d, d, nullptr);
+        if (!out.factors) subtract_means(table, p, c, mine, x, dx);
     });
 }
 
 template <class T>
 void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
-                     T* dx, int threads) {
+                     int64_t panels, T* dx, int threads) {
     const Reading<T> reading{factors, factors + 2 * channels, false, nullptr, x, factors + channels};
-    for_each_channel(channels, len, threads, [&](int64_t c) {
-        table.read(reading.from(c * len), c, g + c * len, len, dx + c * len, len, 1, len);
+    const int64_t each = len / panels;
+    for_each_channel(channels * panels, each, threads, [&](int64_t k) {
+        const int64_t at = k * each;
+        table.read(reading.from(at), k % channels, g + at, each, dx + at, each, 1, each);
     });
 }
 
@@ -105,7 +143,7 @@ template <class T>
 void max_pool(const Table<T>& table, const Pool& p, int64_t channels, const BatchNorm<T>* norm, const T* x, T* y,
               uint8_t* which, int threads) {
     const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in, threads, [&](int64_t c) {
+    for_each_channel(channels, in * p.panels, threads, [&](int64_t c) {
         Norm<T> mine{};
         if (norm) mine = {in, T(norm->scale(c)), T(norm->shift(c)), norm->relu};
         table.max_pool(p, norm ? &mine : nullptr, x + c * in, y + c * out, which ? which + c * out : nullptr);
@@ -116,15 +154,13 @@ template <class T>
 void max_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, const BatchNorm<T>* norm, const T* x,
                        const T* dy, const uint8_t* which, T* dx, const NormGradients<T>& gradients, int threads) {
     const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in, threads, [&](int64_t c) {
+    for_each_channel(channels, in * p.panels, threads, [&](int64_t c) {
         if (!norm) return table.max_pool_gradient(p, nullptr, nullptr, dy + c * out, which + c * out, dx + c * in, nullptr);
         const NormGrad<T> grad = norm_grad(*norm, c, norm->relu);
         double sums[2] = {};
-        T* g = dx + c * in;
-        table.max_pool_gradient(p, &grad, x + c * in, dy + c * out, which + c * out, g, sums);
+        table.max_pool_gradient(p, &grad, x + c * in, dy + c * out, which + c * out, dx + c * in, sums);
         from_sums(*norm, c, sums, gradients);
-        if (!gradients.factors)
-            table.norm_gradient(norm_grad(*norm, c, false), sums, x + c * in, nullptr, g, g, nullptr);
+        if (!gradients.factors) subtract_means(table, *norm, c, sums, x, dx);
     });
 }
 
@@ -142,14 +178,14 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
-    template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, T*, T*, int);                            \
+    template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, T*, int);                   \
     template void track<T>(const T*, const T*, int64_t, double, double, T*, T*);                                   \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*, T*,\
                                          const NormGradients<T>&, int);                                             \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
-    template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, T*, int);     \
+    template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
     template void max_pool<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
     template void max_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, const T*,\
                                        const uint8_t*, T*, const NormGradients<T>&, int);                           \

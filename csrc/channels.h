@@ -1,4 +1,5 @@
-// Normalisation and pooling of batch-last activations, a channel at a time.
+// Normalisation and pooling of activations, a channel at a time. Batch-last, a channel is one contiguous run;
+// in panels, one run of each panel.
 #pragma once
 
 #include <cmath>
@@ -15,6 +16,7 @@ struct BatchNorm {
     double epsilon;
     const T *weight, *bias;  // null: one and zero
     const T *mean, *variance;
+    int64_t panels;  // of the tensors; 1: they are batch-last
 
     double inverse_std(int64_t c) const { return 1 / std::sqrt(double(variance[c]) + epsilon); }
     // The output is x * scale + shift.
@@ -24,7 +26,8 @@ struct BatchNorm {
 
 // Mean and (biased) variance of each channel.
 template <class T>
-void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, T* mean, T* variance, int threads);
+void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
+             int threads);
 
 // running = (1 - momentum) * running + momentum * moment, the variance times `unbiased`.
 template <class T>
@@ -58,8 +61,8 @@ void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const
 
 // dx = the gradient that g and factors stand for.
 template <class T>
-void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len, T* dx,
-                     int threads);
+void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
+                     int64_t panels, T* dx, int threads);
 
 // Of x, or of its batch norm; `which` receives the tap of each maximum, or is null.
 template <class T>

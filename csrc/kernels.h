@@ -17,6 +17,8 @@ struct Tile {
     int32_t kh0, kh1, kw0, kw1;
 };
 
+constexpr int64_t kTiles = 32;  // at most, that an inner loop takes at once
+
 // Connections in the order of the rows that are being computed. Entry e of row r and tap t lies in
 // [ptr[r*taps + t], ptr[r*taps + t + 1]) and reads the source at offset[e] positions from the tile's.
 struct Entries {
@@ -93,22 +95,24 @@ struct Norm {
 // What the gradient of one channel needs besides the tensors.
 template <class T>
 struct NormGrad {
-    int64_t len;
+    int64_t len;  // of all runs of the channel together
     T mean, inverse_std, scale, shift;  // scale = weight * inverse_std
     bool relu, training;
 };
 
 struct Pool {
-    int64_t batch, height, width, out_height, out_width;
+    int64_t batch, height, width, out_height, out_width;  // batch: columns of one panel
     int32_t kh, kw, sh, sw, ph, pw, dh, dw;
     bool count_padding;
+    int64_t panels, in_step, out_step;  // how many, and elements from one to the next in input and output
 };
 
 template <class T>
 struct Table {
     int sum_tile, dots_tile;  // elements that stay in registers
-    void (*sum)(const Sum<T>&, const Tile&, int64_t row0, int64_t row1);
-    void (*dots)(const Dots<T>&, const Tile&, int64_t row0, int64_t row1);
+    // Of the rows in [row0, row1) and up to kTiles tiles: each row with all of them, then the next.
+    void (*sum)(const Sum<T>&, const Tile* tiles, int64_t count, int64_t row0, int64_t row1);
+    void (*dots)(const Dots<T>&, const Tile* tiles, int64_t count, int64_t row0, int64_t row1);
     // `count` pieces of `len` elements from one spacing to another
     void (*copy)(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len);
     // the same of a channel that is not read as it is; gate and other tensor start where `from` does
@@ -121,8 +125,8 @@ struct Table {
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
     // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x); g is
     // written unless null
-    void (*norm_sums)(const NormGrad<T>&, const T* x, const T* z, const T* dz, T* g, double* sums);
-    void (*norm_gradient)(const NormGrad<T>&, const double* sums, const T* x, const T* z, const T* dz,
+    void (*norm_sums)(const NormGrad<T>&, int64_t len, const T* x, const T* z, const T* dz, T* g, double* sums);
+    void (*norm_gradient)(const NormGrad<T>&, const double* sums, int64_t len, const T* x, const T* z, const T* dz,
                           T* dx, T* dresidual);
     // of x, or of its batch norm
     void (*max_pool)(const Pool&, const Norm<T>*, const T* x, T* y, uint8_t* which);

@@ -59,11 +59,11 @@ class Window {
           totals_(totals),
           rows_(plan.channels * plan.plane() * plan.panel) {}
 
-    // The element where tap shift 0 of row i, column 0 reads, once all its rows are there.
-    const T* at(int64_t i) {
+    // The element where tap shift 0 of row i, column 0 reads, once all is there that rows i to `last` read.
+    const T* at(int64_t i, int64_t last) {
         const int64_t low = i * plan_.h.stride + plan_.origin;
         hold(std::max<int64_t>(low, 0),
-             std::min(plan_.height, i * plan_.h.stride + plan_.h.highest() + 1));
+             std::min(plan_.height, last * plan_.h.stride + plan_.h.highest() + 1));
         return rows_.get() + (low - first_) * plan_.row() * plan_.panel;
     }
 
@@ -81,15 +81,17 @@ class Window {
         for (; last_ < high; last_++)
             for (int64_t c = 0; c < plan_.channels; c++) {
                 T* to = &rows_[c * plane + (last_ - first_) * row];
-                pack(c, (c * plan_.height + last_) * plan_.width * plan_.batch + n_, to);
+                pack(c, n_ * plan_.from.column + (c * plan_.height + last_) * plan_.width * plan_.from.lane, to);
                 if (totals_ && last_ >= own_) totals_[c] += total(to);
             }
     }
 
     void pack(int64_t channel, int64_t at, T* to) const {
         const T* from = source_.tensor + at;
-        if (source_.reading.plain()) return table_.copy(from, plan_.batch, to, plan_.panel, plan_.width, len_);
-        table_.read(source_.reading.from(at), channel, from, plan_.batch, to, plan_.panel, plan_.width, len_);
+        const bool whole = plan_.from.lane == plan_.panel;  // then a row is one run
+        const int64_t count = whole ? 1 : plan_.width, len = whole ? plan_.width * len_ : len_;
+        if (source_.reading.plain()) return table_.copy(from, plan_.from.lane, to, plan_.panel, count, len);
+        table_.read(source_.reading.from(at), channel, from, plan_.from.lane, to, plan_.panel, count, len);
     }
 
     double total(const T* row) const {
@@ -133,23 +135,24 @@ class Sweep {
     }
     const Source<T>& source() const { return source_; }
 
-    // Calls body(source, tile) for the tiles of one task. `totals`, or null: takes in the sums of the
+    // Calls body(source, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of the
     // channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
         if (plan_.mode == Mode::window) return slide(task, totals, body);
-        const int64_t count = int64_t(tiles_.size());
-        for (int64_t t = count * task / tasks_; t < count * (task + 1) / tasks_; t++)
-            body(source_.tensor, tiles_[size_t(t)]);
+        const int64_t count = int64_t(tiles_.size()), last = count * (task + 1) / tasks_;
+        for (int64_t t = count * task / tasks_; t < last; t += kTiles)
+            body(source_.tensor, &tiles_[size_t(t)], std::min(kTiles, last - t));
     }
 
    private:
     // The source as it is read: where nothing is packed, this is done beforehand.
     void settle(int threads) {
-        const int64_t len = plan_.height * plan_.width * plan_.batch;
-        settled_ = Scratch<T>(plan_.channels * len);
-        parallel_for(plan_.channels, worth(plan_.channels * len / 4, threads), [&](int64_t c) {
-            table_.read(source_.reading.from(c * len), c, source_.tensor + c * len, len, &settled_[c * len], len, 1, len);
+        const int64_t len = plan_.height * plan_.width * plan_.from.lane, runs = plan_.runs();
+        settled_ = Scratch<T>(runs * len);
+        parallel_for(runs, worth(runs * len / 4, threads), [&](int64_t k) {
+            table_.read(source_.reading.from(k * len), k % plan_.channels, source_.tensor + k * len, len,
+                        &settled_[k * len], len, 1, len);
         });
         source_ = {settled_.get()};
     }
@@ -161,14 +164,23 @@ class Sweep {
         // The band before has read up to here.
         const int64_t own = band ? (first - 1) * plan_.h.stride + plan_.h.highest() + 1 : 0;
         Window<T> window(table_, plan_, source_, n, own, totals);
-        for (int64_t i = first; i < plan_.h.count * (band + 1) / bands; i++) {
-            const T* source = window.at(i);
-            for (Tile tile : tiles_) {
-                plan_.h.valid(i, tile.kh0, tile.kh1);
-                tile.len = int32_t(std::min(plan_.panel, plan_.batch - n));
-                tile.dst += (plan_.h.first + i * plan_.h.every) * plan_.out_width * plan_.batch + n;
-                body(source, tile);
-            }
+        const int64_t end = plan_.h.count * (band + 1) / bands, each = int64_t(tiles_.size());
+        const int64_t rows = std::max<int64_t>(1, std::min(plan_.rows_at_once(), kTiles / each));
+        Tile group[kTiles];
+        for (int64_t i = first; i < end; i += rows) {
+            const int64_t next = std::min(end, i + rows);
+            const T* source = window.at(i, next - 1);
+            int64_t count = 0;
+            for (int64_t row = i; row < next; row++)
+                for (Tile tile : tiles_) {
+                    plan_.h.valid(row, tile.kh0, tile.kh1);
+                    tile.len = int32_t(std::min(plan_.panel, plan_.batch - n));
+                    tile.src += (row - i) * plan_.h.stride * plan_.row() * plan_.panel;
+                    tile.dst += (plan_.h.first + row * plan_.h.every) * plan_.out_width * plan_.to.lane + n * plan_.to.column;
+                    group[count++] = tile;
+                    if (count == kTiles) body(source, group, std::exchange(count, 0));
+                }
+            if (count) body(source, group, count);
         }
     }
 
@@ -183,19 +195,16 @@ class Sweep {
 // totals[c] += the sum of the source's channel c.
 template <class T>
 void add_channels(const Table<T>& table, const Plan& plan, const Source<T>& source, double* totals, int threads) {
-    const int64_t len = plan.height * plan.width * plan.batch, block = 1 << 12;
-    parallel_for(plan.channels, worth(plan.channels * len / 4, threads), [&](int64_t c) {
-        const T* x = source.tensor + c * len;
-        if (source.reading.plain()) {
-            totals[c] += table.total(x, len);
-            return;
-        }
+    const int64_t len = plan.height * plan.width * plan.from.lane, block = 1 << 12;
+    parallel_for(plan.channels, worth(plan.runs() * len / 4, threads), [&](int64_t c) {
         const Scratch<T> piece(block);
-        for (int64_t i = 0; i < len; i += block) {
-            const int64_t n = std::min(block, len - i);
-            table.read(source.reading.from(c * len + i), c, x + i, n, piece.get(), n, 1, n);
-            totals[c] += table.total(piece.get(), n);
-        }
+        for (int64_t k = c; k < plan.runs(); k += plan.channels)
+            for (int64_t i = k * len; i < (k + 1) * len; i += block) {
+                const int64_t n = std::min(block, (k + 1) * len - i);
+                const T* x = source.tensor + i;
+                if (!source.reading.plain()) table.read(source.reading.from(i), c, x, n, piece.get(), n, 1, n);
+                totals[c] += table.total(source.reading.plain() ? x : piece.get(), n);
+            }
     });
 }
 
@@ -239,9 +248,9 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
         if (mean) mine.spread = &spreads[size_t(task / blocks * rows)];
-        sweep.run(task / blocks, nullptr, [&](const T* from, const Tile& tile) {
+        sweep.run(task / blocks, nullptr, [&](const T* from, const Tile* tiles, int64_t count) {
             mine.src = from;
-            table.sum(mine, tile, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
+            table.sum(mine, tiles, count, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
         });
     });
     for (int64_t row = 0; mean && row < rows; row++) {
@@ -300,9 +309,9 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, cons
         double* channels = totals && !row0 ? &channel_sums[size_t(part * plan.channels)] : nullptr;
         std::memset(mine.grad + first, 0, sizeof(T) * size_t(last - first));
         for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
-            sweep.run(t, channels, [&](const T* from, const Tile& tile) {
+            sweep.run(t, channels, [&](const T* from, const Tile* tiles, int64_t count) {
                 mine.src = from;
-                table.dots(mine, tile, row0, row1);
+                table.dots(mine, tiles, count, row0, row1);
             });
     });
     if (dots.sums) add_parts(norm_sums, parts, dots.sums);
@@ -317,11 +326,19 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, cons
     });
 }
 
+Memory input(const Geometry& g) {
+    return g.in_panels ? Memory{g.panel, g.in_channels * g.in_plane(), true} : Memory{g.batch, 1, false};
+}
+
+Memory output(const Geometry& g) {
+    return g.out_panels ? Memory{g.panel, g.out_channels * g.out_plane(), true} : Memory{g.batch, 1, false};
+}
+
 template <class T>
 Plan forward_plan(const Geometry& g, int panel) {
     return Plan(forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh),
                 forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), g.in_channels, g.out_width, g.batch,
-                panel, sizeof(T));
+                g.panel ? g.panel : panel, input(g), output(g), sizeof(T));
 }
 
 // Calls pass(plan) for each set of input positions that share their taps: one where the stride is 1.
@@ -331,7 +348,7 @@ void for_each_phase(const Geometry& g, int panel, Pass&& pass) {
         for (int32_t rw = 0; rw < g.sw; rw++)
             pass(Plan(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, rh),
                       backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, rw), g.out_channels, g.width,
-                      g.batch, panel, sizeof(T)));
+                      g.batch, g.panel ? g.panel : panel, output(g), input(g), sizeof(T)));
 }
 
 }  // namespace
@@ -343,7 +360,7 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * g.batch, bias, relu, nullptr},
+               {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * plan.to.lane, bias, relu, nullptr},
                plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
@@ -354,7 +371,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * g.batch, nullptr, false,
+                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * plan.to.lane, nullptr, false,
                     nullptr},
                    plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     });
@@ -366,7 +383,7 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
     const Plan plan = forward_plan<T>(g, table.dots_tile);
     const Offsets offsets = forward_offsets(g, a, plan);
     run_dots<T>(table,
-                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * g.batch, nullptr, {},
+                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * plan.to.lane, nullptr, {},
                  nullptr, nullptr},
                 plan, {x}, g.out_channels, offsets, grad, nullptr, threads);
 }
@@ -381,7 +398,7 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_dots<T>(table,
-                    {offsets.entries, weight.get(), nullptr, plan.step(), x, out.dx, g.in_plane() * g.batch, nullptr,
+                    {offsets.entries, weight.get(), nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
                      affine.reading(), norm ? norm->mean : nullptr, norm ? sums.data() : nullptr},
                     plan, {dy, reading}, g.in_channels, offsets, out.values,
                     std::exchange(added, true) ? nullptr : totals.data(), threads);
@@ -409,6 +426,20 @@ void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int
 }
 
 template <class T>
+void panels(const Table<T>& table, const T* x, int64_t positions, int64_t batch, int64_t panel, bool into, T* y,
+            int threads) {
+    const int64_t block = 256;
+    parallel_for((positions + block - 1) / block, worth(positions * batch / 4, threads), [&](int64_t b) {
+        const int64_t first = b * block, count = std::min(block, positions - first);
+        for (int64_t n = 0; n < batch; n += panel) {
+            const int64_t there = n * positions + first * panel, here = first * batch + n;
+            into ? table.copy(x + here, batch, y + there, panel, count, panel)
+                 : table.copy(x + there, panel, y + here, batch, count, panel);
+        }
+    });
+}
+
+template <class T>
 void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T* out, int threads) {
     const int64_t block = 64;  // columns of the input: rows of the output
     parallel_for((cols + block - 1) / block, worth(rows * cols / 4, threads), [&](int64_t b) {
@@ -426,6 +457,7 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
                                      int);                                                                          \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
                                const BatchNorm<T>*, const T*, const Reading<T>&, const Gradients<T>&, int);   \
+    template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, bool, T*, int);                   \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

@@ -8,12 +8,15 @@
 
 namespace rewire {
 
-// A 2-D convolution over batch-last activations; a linear layer is the one with 1 x 1 images.
+// A 2-D convolution over activations that are batch-last, [channel][position][batch], or in panels,
+// [batch / panel][channel][position][panel]; a linear layer is the one with 1 x 1 images.
 struct Geometry {
     int64_t batch;
     int64_t in_channels, height, width;
     int64_t out_channels, out_height, out_width;
     int32_t kh, kw, sh, sw, ph, pw, dh, dw;
+    int64_t panel = 0;                           // columns of a panel where one of the tensors is in panels,
+    bool in_panels = false, out_panels = false;  // and which (input and output, and their gradients)
 
     int64_t taps() const { return int64_t(kh) * kw; }
     int64_t in_plane() const { return height * width; }
@@ -70,6 +73,10 @@ void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, i
 // dy = dz where z > 0
 template <class T>
 void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t len, int threads);
+
+// Batch-last memory of so many positions as panels (`into`), or panels as batch-last memory.
+template <class T>
+void panels(const Table<T>&, const T* x, int64_t positions, int64_t batch, int64_t panel, bool into, T* y, int threads);
 
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);

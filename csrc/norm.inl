@@ -83,12 +83,12 @@ REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T*
 }
 
 template <class T>
-void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, T* to, double* sums) {
+void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const T* dz, T* to, double* sums) {
     constexpr int lanes = kLanes<T>;
     constexpr int64_t block = 256 * lanes;
     double sum_g = 0, sum_gx = 0;
-    for (int64_t start = 0; start < p.len; start += block) {
-        const int64_t len = p.len - start < block ? p.len - start : block;
+    for (int64_t start = 0; start < all; start += block) {
+        const int64_t len = all - start < block ? all - start : block;
         Vec<T> a = {}, b = {};
         for_each_vector<T>(len, [&](int64_t i, int n) {
             const Vec<T> v = get(x + start + i, n);
@@ -105,11 +105,11 @@ void norm_sums(const NormGrad<T>& p, const T* x, const T* z, const T* dz, T* to,
 }
 
 template <class T>
-void norm_gradient(const NormGrad<T>& p, const double* sums, const T* x, const T* z, const T* dz, T* dx,
+void norm_gradient(const NormGrad<T>& p, const double* sums, int64_t len, const T* x, const T* z, const T* dz, T* dx,
                    T* dresidual) {
     const T mean_g = p.training ? T(sums[0] / double(p.len)) : T(0);
     const T mean_gx = p.training ? T(sums[1] / double(p.len)) * p.inverse_std : T(0);
-    for_each_vector<T>(p.len, [&](int64_t i, int n) {
+    for_each_vector<T>(len, [&](int64_t i, int n) {
         const Vec<T> v = get(x + i, n);
         const Vec<T> g = passed(p, v, z, dz, i, n);
         if (dresidual) put(dresidual + i, g, n);

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth packing,
 constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
 constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
+constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
 }  // namespace
 
@@ -46,7 +47,8 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
     return axis;
 }
 
-Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, int64_t element)
+Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, Memory from_,
+           Memory to_, int64_t element)
     : h(std::move(h_)),
       w(std::move(w_)),
       channels(channels_),
@@ -55,6 +57,8 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
       out_width(out_width_),
       batch(batch_),
       panel(panel_),
+      from(from_),
+      to(to_),
       mode(Mode::direct) {
     if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
     mode = Mode::window;
@@ -62,10 +66,15 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
     const int64_t span = h.highest() - origin + 1, row_bytes = channels * row() * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
     if (window_rows * row_bytes <= kPackMax) return;
-    // No cache holds the source: then the whole batch of a unit is read at once, from one place in memory.
+    // No cache holds the source: then all of a unit that lies in one place in memory is read at once.
     mode = Mode::direct;
     origin = 0;
-    panel = batch;
+    if (!from.panels && !to.panels) panel = batch;
+}
+
+int64_t Plan::rows_at_once() const {
+    const int64_t held = (window_rows - (h.highest() - h.lowest() + 1)) / h.stride + 1;
+    return std::max<int64_t>(1, std::min(held, kAtOnce / std::max<int64_t>(1, w.count)));
 }
 
 int64_t Plan::bands() const {
@@ -83,11 +92,10 @@ std::vector<Tile> Plan::columns() const {
             tiles.back().count++;
             continue;
         }
-        const int64_t from = w.stride * j, to = w.first + j * w.every;
-        tile.src = from * step();
-        tile.dst = to * batch;
+        tile.src = w.stride * j * step();
+        tile.dst = (w.first + j * w.every) * to.lane;
         tile.src_step = w.stride * step();
-        tile.dst_step = w.every * batch;
+        tile.dst_step = w.every * to.lane;
         tiles.push_back(tile);
     }
     return tiles;
@@ -102,8 +110,8 @@ std::vector<Tile> Plan::cut() const {
         for (int64_t i = 0; i < h.count; i++)
             for (Tile tile : row) {
                 h.valid(i, tile.kh0, tile.kh1);
-                tile.dst += (h.first + i * h.every) * out_width * batch + n;
-                tile.src += i * h.stride * width * batch + n;
+                tile.dst += (h.first + i * h.every) * out_width * to.lane + n * to.column;
+                tile.src += i * h.stride * width * from.lane + n * from.column;
                 tile.len = int32_t(std::min(panel, batch - n));
                 if (join) {
                     tile.len = int32_t(tile.count * batch);

@@ -28,30 +28,43 @@ Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, in
 Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d, int32_t r);
 
 // Where the source is read from while a task runs.
-//   direct: the tensor, [channel][position][batch].
+//   direct: the tensor.
 //   window: a few rows of one panel of the image, [channel][row][column][panel], packed by each task
 //           just before they are needed. A linear layer has one row of one position.
 // In the tensor the planes of a channel often lie a power of two apart and fall on each other in the
 // cache; a window is compact, and in the cache of the core that reads it.
 enum class Mode { direct, window };
 
+// Where a tensor has what: column n of a position of a channel, n being the first of a panel, lies at
+// n * column + (channel * plane + position) * lane. Batch-last, a lane is the batch and a column 1.
+struct Memory {
+    int64_t lane, column;
+    bool panels;
+};
+
 struct Plan {
     Axis h, w;
     int64_t channels, height, width;  // of the source
     int64_t out_width;                // of the plane that is computed
     int64_t batch, panel;             // columns of the batch, and how many are taken at once
+    Memory from, to;                  // the source, and what is computed
     Mode mode;
     int64_t origin = 0, window_rows = 0;  // lowest row shift; rows a window holds
 
-    Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, int64_t element);
+    Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, Memory from_,
+         Memory to_, int64_t element);
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
-    int64_t step() const { return mode == Mode::direct ? batch : panel; }
+    // Contiguous runs of the source: a channel, or one panel of it; the k-th is of channel k % channels.
+    int64_t runs() const { return channels * (from.panels ? panels() : 1); }
+    int64_t step() const { return mode == Mode::direct ? from.lane : panel; }
     int64_t row() const { return mode == Mode::window && width > 1 ? width + 1 : width; }
     int64_t plane() const { return mode == Mode::window ? window_rows * row() : height * width; }
     // Positions from where a tile reads to where tap (i, j) reads.
     int64_t shift(std::size_t i, std::size_t j) const { return (h.shift[i] - origin) * row() + w.shift[j]; }
 
+    // Rows of the plane that are computed together: they read nothing but what a window holds at one time.
+    int64_t rows_at_once() const;
     // A task of a window is a band of rows of one panel.
     int64_t bands() const;
     // One row of the plane: the runs of columns that share their taps.

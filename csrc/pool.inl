@@ -83,18 +83,21 @@ void max_pool_as(const Pool& p, const Norm<T>& norm, const T* x, T* y, uint8_t* 
     Window window;
     for (int64_t o = 0; o < p.out_height * p.out_width; o++) {
         window.of_output(p, o / p.out_width, o % p.out_width);
-        for_each_vector<T>(p.batch, [&](int64_t i, int n) {
-            Vec<T> best = read(window.at[0] * p.batch + i, n);
-            Index tap = Index{} + Element(window.tap[0]);
-            for (int k = 1; k < window.count; k++) {
-                const Vec<T> v = read(window.at[k] * p.batch + i, n);
-                const Index larger = (v > best) | (v != v);
-                best = larger ? v : best;
-                tap = larger ? Index{} + Element(window.tap[k]) : tap;
-            }
-            put(y + o * p.batch + i, best, n);
-            if (which) store_taps<T>(which + o * p.batch + i, tap, n);
-        });
+        for (int64_t panel = 0; panel < p.panels; panel++) {
+            const int64_t in = panel * p.in_step, out = panel * p.out_step + o * p.batch;
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                Vec<T> best = read(in + window.at[0] * p.batch + i, n);
+                Index tap = Index{} + Element(window.tap[0]);
+                for (int k = 1; k < window.count; k++) {
+                    const Vec<T> v = read(in + window.at[k] * p.batch + i, n);
+                    const Index larger = (v > best) | (v != v);
+                    best = larger ? v : best;
+                    tap = larger ? Index{} + Element(window.tap[k]) : tap;
+                }
+                put(y + out + i, best, n);
+                if (which) store_taps<T>(which + out + i, tap, n);
+            });
+        }
     }
 }
 
@@ -109,23 +112,26 @@ void max_pool_gradient_as(const Pool& p, const NormGrad<T>& norm, const T* x, co
     using Element = decltype(typename IndexOf<T>::type{}[0] + 0);
     Window window;
     for (int64_t h = 0; h < p.height; h++)
-        for (int64_t w = 0; w < p.width; w++, dx += p.batch, x += kNorm ? p.batch : 0) {
+        for (int64_t w = 0; w < p.width; w++) {
             window.of_input(p, h, w);
             Vec<T> total = {}, total_x = {};
-            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
-                Vec<T> sum = {};
-                for (int k = 0; k < window.count; k++) {
-                    const int64_t at = window.at[k] * p.batch + i;
-                    sum += load_taps<T>(which + at, n) == Element(window.tap[k]) ? get(dy + at, n) : Vec<T>{};
-                }
-                if constexpr (kNorm) {
-                    const Vec<T> v = get(x + i, n);
-                    if (norm.relu) sum = v * norm.scale + norm.shift <= Vec<T>{} ? Vec<T>{} : sum;
-                    total += sum;
-                    total_x += sum * ((v - norm.mean) * norm.inverse_std);
-                }
-                put(dx + i, sum, n);
-            });
+            for (int64_t panel = 0; panel < p.panels; panel++) {
+                const int64_t in = panel * p.in_step + (h * p.width + w) * p.batch, out = panel * p.out_step;
+                for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                    Vec<T> sum = {};
+                    for (int k = 0; k < window.count; k++) {
+                        const int64_t at = out + window.at[k] * p.batch + i;
+                        sum += load_taps<T>(which + at, n) == Element(window.tap[k]) ? get(dy + at, n) : Vec<T>{};
+                    }
+                    if constexpr (kNorm) {
+                        const Vec<T> v = get(x + in + i, n);
+                        if (norm.relu) sum = v * norm.scale + norm.shift <= Vec<T>{} ? Vec<T>{} : sum;
+                        total += sum;
+                        total_x += sum * ((v - norm.mean) * norm.inverse_std);
+                    }
+                    put(dx + in + i, sum, n);
+                });
+            }
             if constexpr (kNorm) {
                 sums[0] += double(sum_lanes<T>(total));
                 sums[1] += double(sum_lanes<T>(total_x));

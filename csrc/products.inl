@@ -7,6 +7,7 @@ namespace rewire::REWIRE_ISA {
 struct Runs {
     int32_t count, begin, end, step;
 
+    Runs() = default;
     REWIRE_INLINE Runs(const Entries& entries, const Tile& tile) {
         const int32_t w = entries.taps_w;
         const bool whole = tile.kw1 - tile.kw0 == w;  // then the rows of taps follow each other
@@ -160,23 +161,44 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
     }
 }
 
-// Rows outside, positions inside: what a row reads and writes then moves through memory in order.
+// The valid entries of each of some tiles, and whether the tiles consist of whole vectors.
 template <class T>
-void sum(const Sum<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
-    const Runs runs(p.entries, tile);
+struct Group {
+    Runs runs[kTiles];
+    int32_t positions = 0;
+    bool whole = true;
+
+    Group(const Entries& entries, const Tile* tiles, int64_t count) {
+        for (int64_t t = 0; t < count; t++) {
+            runs[t] = Runs(entries, tiles[t]);
+            positions += tiles[t].count;
+            whole = whole && tiles[t].len % kLanes<T> == 0;
+        }
+    }
+};
+
+// Rows outside, positions inside: what a row reads and writes then moves through memory in order, and what
+// is added up over positions is added up once.
+template <class T>
+void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
+    const Group<T> group(p.entries, tiles, count);
     for (int64_t row = row0; row < row1; row++) {
         SpreadRow<T> spread;
         Spread* const to = p.spread ? p.spread + row : nullptr;
-        if (!to || !to->count || tile.len % kLanes<T>) {  // no pivot yet, or lanes that hold nothing
-            sum_row<T, false>(p, tile, runs, row, spread);
+        int64_t t = 0;
+        for (; t < count && !(to && to->count && group.whole); t++) {  // no pivot yet, or lanes that hold nothing
+            const Tile& tile = tiles[t];
+            sum_row<T, false>(p, tile, group.runs[t], row, spread);
             if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
-            continue;
         }
+        if (t == count) continue;
         spread.middle = broadcast<T>(T(to->pivot));
-        sum_row<T, true>(p, tile, runs, row, spread);
+        for (; t < count; t++) {
+            sum_row<T, true>(p, tiles[t], group.runs[t], row, spread);
+            to->count += int64_t(tiles[t].count) * tiles[t].len;
+        }
         to->sum += double(sum_lanes<T>(spread.sum));
         to->squares += double(sum_lanes<T>(spread.squares));
-        to->count += int64_t(tile.count) * tile.len;
     }
 }
 
@@ -281,15 +303,13 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
 }
 
 template <class T, bool kDst, bool kNorm>
-void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
+void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
-    const Runs runs(p.entries, tile);
+    const Group<T> group(p.entries, tiles, count);
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
-        const T* src = p.src + tile.src;
-        int64_t here = row * p.row + tile.dst;
-        Held<T> held(ptr[0], ptr[taps], tile.count);
+        Held<T> held(ptr[0], ptr[taps], group.positions);
         NormRow<T> norm;
         if constexpr (kNorm) {
             norm.scale = p.reading.scale[row];
@@ -297,14 +317,20 @@ void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
             norm.mean = p.mean[row];
             norm.relu = p.reading.relu;
         }
-        for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
-            int at = 0;
-            for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
-            for (; tile.len - at >= lanes; at += lanes)
-                dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
-            if (at < tile.len)
-                dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, held, norm);
+        for (int64_t t = 0; t < count; t++) {
+            const Tile& tile = tiles[t];
+            const Runs& runs = group.runs[t];
+            const T* src = p.src + tile.src;
+            int64_t here = row * p.row + tile.dst;
+            for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
+                int at = 0;
+                for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
+                    dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
+                for (; tile.len - at >= lanes; at += lanes)
+                    dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
+                if (at < tile.len)
+                    dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, held, norm);
+            }
         }
         held.add_to(p.grad);
         if constexpr (kNorm) {
@@ -315,9 +341,10 @@ void dots_rows(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
 }
 
 template <class T>
-void dots(const Dots<T>& p, const Tile& tile, int64_t row0, int64_t row1) {
-    if (p.reading.scale) return dots_rows<T, true, true>(p, tile, row0, row1);
-    p.dst ? dots_rows<T, true, false>(p, tile, row0, row1) : dots_rows<T, false, false>(p, tile, row0, row1);
+void dots(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
+    if (p.reading.scale) return dots_rows<T, true, true>(p, tiles, count, row0, row1);
+    p.dst ? dots_rows<T, true, false>(p, tiles, count, row0, row1)
+          : dots_rows<T, false, false>(p, tiles, count, row0, row1);
 }
 
 }  // namespace rewire::REWIRE_ISA

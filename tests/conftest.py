@@ -17,6 +17,7 @@ import torch
 from rewire import ops
 from rewire.data import places
 from rewire.nn import promises
+from rewire.ops import layout
 
 
 @pytest.fixture(params=ops.instruction_sets() or ["reference"])
@@ -40,8 +41,15 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture
 def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers promise small outputs too, so that small tests see what large models do."""
+    """Layers promise small outputs too, and in panels, so that small tests see what large models do."""
     monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+    monkeypatch.setattr(layout, "panel_width", lambda kernels: 4)
+
+
+@pytest.fixture
+def no_panels(promise_always: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a batch that fills no panels."""
+    monkeypatch.setattr(layout, "panel_width", lambda kernels: 1 << 20)
 
 
 @pytest.fixture

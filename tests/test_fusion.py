@@ -27,6 +27,12 @@ def test_training(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.usefixtures("no_panels")
+def test_training_without_panels(name: str) -> None:
+    assert_same(Net(BODIES[name]), may_raise=name in CHANGES)
+
+
+@pytest.mark.parametrize("name", BODIES)
 def test_evaluation(name: str) -> None:
     assert_same(Net(BODIES[name]).eval(), may_raise=name in CHANGES, steps=1)
 

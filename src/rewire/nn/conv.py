@@ -13,9 +13,9 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.nn import promises
 from rewire.nn.linear import _from_csr
-from rewire.nn.promises import settled
+from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
-from rewire.ops import products
+from rewire.ops import layout, products
 from rewire.ops.channels import Norm
 from rewire.ops.reference import Convolution
 
@@ -155,39 +155,42 @@ class SparseConv2d(SparseLayer, ConvShape):
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
         with torch._C.DisableTorchFunction():
-            reads, norm = self._source(x)
-            x = reads[0]
             self._check_image(x)
-            image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
+            reads, norm = self._source(x)
+            image = reads[0]
             values, bias, conv, probe = self.values, self.bias, self._sizes, self.probe
             layer = (values, bias, self.topology, conv)
             if x.dim() == 3:
-                return ops.conv2d(image, *layer, probe=probe).squeeze(0)
+                return ops.conv2d(image.unsqueeze(0), *layer, probe=probe).squeeze(0)
+            run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)
             if not promises.running():
-                return ops.conv2d(image, *layer, norm=norm, probe=probe)
-            shape = products.output_shape(conv, tuple(image.shape), self.out_channels)
-            if min(shape) < 1 or not promises.worthwhile(shape, image, values):
-                return ops.conv2d(image, *layer, norm=norm, probe=probe)
+                return run()
+            shape = products.output_shape(conv, layout.image_shape(image), self.out_channels)
+            small = min(shape) < 1 or not promises.worthwhile(shape, image, values)
+            if small and not layout.is_panels(image):
+                return run()
             products.check(conv, image, *layer[:3])
-            run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe, checked=True)
+            if small:
+                products.check_image(conv, image)
+                return run(checked=True)
             return promises.promise(
                 shape,
                 (image, *reads[1:], values) if bias is None else (image, *reads[1:], values, bias),
-                lambda relu: run(relu=relu),
-                measure=lambda moments: run(moments=moments),
+                lambda relu, panels: run(relu=relu, panels=panels, checked=True),
+                measure=lambda moments: run(moments=moments, panels=True, checked=True),
                 leaves=None if norm is None else norm.owed,
             )
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the
         batch norm that they do on the way."""
-        unseen = self._pad_first is None and self.probe is None
-        behind = promises.normalized(x) if unseen else None
+        running = self._pad_first is None and promises.running() and not promises.hooked()
+        behind = promises.normalized(x) if running and self.probe is None else None
         if behind is not None:
             source = behind[0][0]
-            if source.dim() == 4 and source.dtype == self.values.dtype:
+            if len(layout.image_shape(source)) == 4 and source.dtype == self.values.dtype:
                 return behind
-        return (settled(x),), None
+        return (inner(x) if running else self._padded(settled(x)),), None
 
     def extra_repr(self) -> str:
         return f"{self._described(self.bias is not None)}, {super().extra_repr()}"

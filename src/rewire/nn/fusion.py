@@ -24,11 +24,13 @@ from rewire.nn.promises import (
     begin,
     end,
     hooked,
+    inner,
+    kept,
     normalized,
     promise,
     settled,
 )
-from rewire.ops import channels, pooling
+from rewire.ops import channels, layout, pooling
 from rewire.ops.channels import Norm
 
 
@@ -45,8 +47,10 @@ def _batch_norm(
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
     moments = None
     if isinstance(input, Pending):
-        input, moments = input.measured() if training else (input.settle(), None)
-    known = moments is not None  # a layer of ours has just written it
+        input, moments = input.measured() if training else (inner(input), None)
+    elif layout.is_panels(input):
+        return None  # but an image of three dimensions
+    known = moments is not None or layout.is_panels(input)  # a layer of ours has written it
     if not known and input.dim() < 2:
         return None
     if not channels.can_batch_norm(input, weight, bias, *statistics, known=known):
@@ -67,11 +71,12 @@ def _batch_norm(
     norm = Norm(weight, bias, mean, variance, training, eps, owed=owed)
 
     def plus(residual: Tensor | None) -> Compute:
-        return lambda rectify: channels.batch_norm(input, norm._replace(relu=rectify), residual)
+        return lambda rectify, _: channels.batch_norm(input, norm._replace(relu=rectify), residual)
 
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
-    return promise(tuple(input.shape), present, plus(None), plus, norm=norm, leaves=owed)
+    shape = layout.image_shape(input)
+    return promise(shape, present, plus(None), plus, norm=norm, leaves=owed)
 
 
 def _max_pool2d(
@@ -91,8 +96,12 @@ def _max_pool2d(
         with torch._C.DisableTorchFunction():
             pooled = pooling.max_pool2d(source, kernel_size, stride, padding, norm)
         if pooled is not None:
-            return pooled
-    return pooling.max_pool2d(settled(input), kernel_size, stride, padding)
+            return kept(pooled, input)
+    elif not isinstance(input, Pending) and input.dim() != 4:
+        return None
+    with torch._C.DisableTorchFunction():
+        pooled = pooling.max_pool2d(inner(input), kernel_size, stride, padding)
+    return None if pooled is None else kept(pooled, input)
 
 
 def _avg_pool2d(

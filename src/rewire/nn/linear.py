@@ -69,7 +69,7 @@ class SparseLinear(SparseLayer):
         return promises.promise(
             shape,
             (x, *self._parameters_used()),
-            lambda rectify: ops.linear(x, *layer, relu=rectify, probe=probe),
+            lambda rectify, _: ops.linear(x, *layer, relu=rectify, probe=probe),
         )
 
     def _sequences(self, x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class SparseLinear(SparseLayer):
         return promises.promise(
             shape,
             (x, *self._parameters_used()),
-            lambda rectify: batch_last(relu=True) if rectify else row_major(),
+            lambda rectify, _: batch_last(relu=True) if rectify else row_major(),
             activated=batch_last,
         )
 

@@ -5,6 +5,9 @@ A batch norm or a sparse layer in a model that runs (see :mod:`rewire.nn.fusion`
 rectifies, it happens in the same pass over memory. Sparse layers also measure what a batch norm wants to
 know. A sparse convolution or a maximum pooling that is given the promise of a batch norm does the
 normalisation itself, where it reads.
+
+What our own layers make for each other is in panels where the batch fills them (see
+:mod:`rewire.ops.layout`); who else uses such a result gets an ordinary tensor.
 """
 
 from __future__ import annotations
@@ -20,10 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from rewire.ops import layout, recording
+from rewire.ops import channels, layout, recording
 from rewire.ops.channels import Moments, Norm, Owed
 
-Compute = Callable[[bool], Tensor]  # rectify -> result
+Compute = Callable[[bool, bool], Tensor]  # rectify, whether panels are welcome -> result
 _WORTHWHILE = 1 << 15  # elements of an output
 
 
@@ -40,7 +43,8 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
 
 
 class _State:
-    """What a promise knows: how to compute the result, from what, and the result once it is there."""
+    """What a promise knows: how to compute the result, from what, and the result once it is there:
+    as it was computed, maybe in panels, and as an ordinary tensor."""
 
     def __init__(
         self,
@@ -58,14 +62,24 @@ class _State:
         self.measure, self.norm, self.leaves = measure, norm, leaves
         self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
+        self.computed: Tensor | None = None
         self.result: Tensor | None = None
-        self.owed = Owed()  # to who reads the result
+        self.owed = Owed()  # to who reads what was computed
         self.replaced = False
         self.read_behind = False  # by a layer that does the batch norm itself
+        self.read_inside = False  # by a layer of ours, in panels
+
+    @property
+    def panels(self) -> bool:
+        """Whether the batch fills panels."""
+        return layout.panel_shape(self.shape, self.reads[0]) is not None
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute as if at the time of the promise."""
         self.check()
+        return self._then(compute)
+
+    def _then(self, compute: Callable[[], Tensor]) -> Tensor:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is not None:  # set for what comes later
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -92,21 +106,50 @@ class _State:
             )
 
     def settle(self) -> Tensor:
-        """The plain result."""
+        """The plain result, as an ordinary tensor."""
         if self.result is None:
-            self.result = self.run(lambda: self.compute(False))
+            computed = self.computed
+            if computed is None:
+                computed = self.computed = self.run(lambda: self.compute(False, False))
+            self.result = self._then(lambda: channels.from_panels(computed))
+        return self._read(self.result)
+
+    def inner(self) -> Tensor:
+        """The plain result for our own layers, in panels if the batch fills them and nobody else has
+        seen it: what is done to the ordinary tensor then, hooks included, is done to what they read."""
+        if self.result is not None:
+            return self._read(self.result)
+        if self.computed is None:
+            self.computed = self.run(lambda: self.compute(False, self.panels))
+        self.read_inside = self.read_inside or layout.is_panels(self.computed)
+        return self._read(self.computed)
+
+    def hook(self, function: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call a hook with the gradient of what our layers have read."""
+        computed = self.computed
+        assert computed is not None
+        panel = computed.shape[-1]
+
+        def call(gradient: Tensor) -> Tensor | None:
+            changed = function(layout.from_panels(gradient))
+            return None if changed is None else layout.to_panels(changed, panel)
+
+        self._read(computed)
+        return computed.register_hook(call)
+
+    def _read(self, result: Tensor) -> Tensor:
         self.owed.readers += 1
         if self.leaves is not None and self.grad_mode and not torch.is_grad_enabled():
             # Perhaps inside an autograd function, whose gradient comes by way of the promise: then what
             # computes the result may run twice in one backward pass.
             self.leaves.readers += 1
-        return self.result
+        return result
 
     def again(self) -> Tensor:
         """The result with a graph of its own: that of the other may be gone in a backward pass."""
         if self.result is not None and _version(self.result):
             return self.settle()
-        return self.run(lambda: self.compute(False))
+        return self.run(lambda: channels.from_panels(self.compute(False, False)))
 
 
 class _Link(torch.autograd.Function):
@@ -139,26 +182,27 @@ class Pending(torch.Tensor):
         return self._state.settle()
 
     def measured(self) -> tuple[Tensor, Moments | None]:
-        """The result, and its moments if they could be had on the way."""
+        """The result for our own layers, and its moments if they could be had on the way."""
         state = self._state
-        if state.result is not None or state.measure is None:
-            return self.settle(), None
+        if state.computed is not None or state.measure is None:
+            return state.inner(), None
         measure = state.measure
         channels, dtype = state.shape[1], state.reads[0].dtype
         mean, variance = torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=dtype)
         moments = Moments(mean, variance, state.owed)
-        state.result = state.run(lambda: measure(moments))
-        return state.result, moments
+        state.computed = state.run(lambda: measure(moments))
+        state.read_inside = layout.is_panels(state.computed)
+        return state.computed, moments
 
     def _rectify(self, in_place: bool) -> Tensor:
         state = self._state
-        if state.result is not None:
+        if state.computed is not None:
             return F.relu(self.settle(), inplace=in_place)
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
                 state.check()
                 rectified = promise(
-                    *(state.shape, state.reads, lambda _: state.compute(True)),
+                    *(state.shape, state.reads, lambda _, panels: state.compute(True, panels)),
                     norm=state.norm._replace(relu=True),
                     leaves=state.leaves,
                 )
@@ -169,21 +213,23 @@ class Pending(torch.Tensor):
                 self._state = rectified._state
                 return rectified
         compute = state.compute
-        result = state.run(lambda: compute(True))
+        result = state.run(lambda: compute(True, state.panels))
         if in_place:
-            state.result, state.compute = result, lambda _: compute(True)
-        return result
+            state.computed, state.compute = result, lambda _, panels: compute(True, panels)
+            return self
+        return kept(result, self)
 
     def _plus(self, other: Any, in_place: bool) -> Any:
         """The promise of the sum, or NotImplemented."""
-        other, state = settled(other), self._state
-        if state.add is None or state.result is not None:
+        state = self._state
+        if state.add is None or state.computed is not None or not isinstance(other, Tensor):
             return NotImplemented
         with torch._C.DisableTorchFunction():
-            if not isinstance(other, Tensor) or not other.is_cpu:
+            if other.shape != state.shape or other.dtype != state.reads[0].dtype:
                 return NotImplemented
-            same = other.shape == state.shape and other.dtype == state.reads[0].dtype
-            if not same or not layout.prefers_batch_last(other):
+            if isinstance(other, Pending):
+                other = other._state.inner()
+            elif not other.is_cpu or not layout.prefers_batch_last(other):
                 return NotImplemented
             state.check()
             reads = (*state.reads, other)
@@ -200,17 +246,27 @@ class Pending(torch.Tensor):
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _HOOKS and isinstance(first, Pending) and first._state.read_behind:
-            raise RuntimeError(
-                "a layer has read this batch norm's output without its ever being computed, so no "
-                "gradient will come by here: register hooks before the next layer is called"
-            )
+        if func in _HOOKS and isinstance(first, Pending):
+            state = first._state
+            if state.read_behind:
+                raise RuntimeError(
+                    "a layer has read this batch norm's output without its ever being computed, so no "
+                    "gradient will come by here: register hooks before the next layer is called"
+                )
+            if state.read_inside:
+                if func is Tensor.register_hook:
+                    return state.hook(*args[1:], **kwargs)
+                raise RuntimeError(_TOO_LATE)
+        if func is torch.autograd.grad and any(
+            isinstance(t, Pending) and t._state.read_inside for t in pytree.tree_leaves(args[1])
+        ):
+            raise RuntimeError(_TOO_LATE)
         if func in _RECTIFY and isinstance(first, Pending):
             in_place = func in _IN_PLACE or bool(args[1:] and args[1])
             return first._rectify(in_place or bool(kwargs.get("inplace")))
         if func in _POINTWISE and isinstance(first, Pending):
             state = first._state
-            if state.activated is not None and state.result is None:
+            if state.activated is not None and state.computed is None:
                 return func(state.run(state.activated), *args[1:], **kwargs)
         if func in _ADD and len(args) == 2 and not kwargs:
             if isinstance(first, Pending):
@@ -245,7 +301,8 @@ def promise(
     Args:
         shape: of the result.
         reads: the tensors that it is computed from, the input first.
-        compute: gives the result, plain or rectified.
+        compute: gives the result, plain or rectified; in panels only where they are welcome and fit, or
+            where it reads them.
         add: gives ``compute`` for the sum with another tensor, if that can be taken in.
         activated: gives the result in memory that pointwise functions may keep, where the plain
             result is row-major; else it is batch-last.
@@ -255,7 +312,7 @@ def promise(
     """
     x, grad = reads[0], torch.is_grad_enabled()
     if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
-        return compute(False)
+        return channels.from_panels(compute(False, False))
     strides = layout.strides(shape) if activated is None else layout.contiguous_strides(shape)
 
     def make() -> Pending:
@@ -270,6 +327,19 @@ def promise(
     pending._state = state
     if _local.running:
         _local.running[-1].pending.append(weakref.ref(pending))
+    return pending
+
+
+def kept(result: Tensor, source: Any) -> Tensor:
+    """What one of our layers has computed from ``source``, for the next one: what is in panels looks
+    like a promise."""
+    if not layout.is_panels(result):
+        return result
+    if isinstance(source, Pending) and source._state.grad_mode and not torch.is_grad_enabled():
+        return layout.from_panels(result)  # perhaps to be computed again: see undisturbed()
+    pending = promise(layout.image_shape(result), (result,), lambda *_: result)
+    if isinstance(pending, Pending):
+        pending._state.computed = result
     return pending
 
 
@@ -300,6 +370,10 @@ _METADATA = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
     *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
 }
+_TOO_LATE = (
+    "a layer has already read this output, in memory of its own: take its gradient by a hook, call "
+    "retain_grad() before the next layer is called, or see rewire.nn.fusion.unfuse"
+)
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _POINTWISE = {
@@ -315,12 +389,17 @@ def settled(x: Any) -> Any:
     return x.settle() if isinstance(x, Pending) else x
 
 
+def inner(x: Any) -> Any:
+    """``x`` as our own layers take it, computed now if it was pending; maybe in panels."""
+    return x._state.inner() if isinstance(x, Pending) else x
+
+
 def normalized(x: Any) -> tuple[tuple[Tensor, ...], Norm] | None:
     """What is behind the promise of a batch norm: the tensors that it reads, its input first."""
     if not isinstance(x, Pending):
         return None
     state = x._state
-    if state.result is not None or state.norm is None or not state.undisturbed():
+    if state.computed is not None or state.norm is None or not state.undisturbed():
         return None
     state.check()
     state.read_behind = True
@@ -347,7 +426,7 @@ class Promises:
         pending, self.pending = self.pending, []
         for reference in pending:
             it = reference()
-            if it is None or it._state.result is not None:
+            if it is None or it._state.computed is not None:
                 continue
             if changing is None or any(_overlap(changing, read) for read in it._state.reads):
                 it.settle()

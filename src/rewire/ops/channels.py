@@ -117,7 +117,7 @@ class Norm(NamedTuple):
         return kernels.BatchNorm(
             *(channels, x.numel() // channels, self.training, self.relu, self.eps),
             *(native.address(self.weight), native.address(self.bias)),
-            *(self.mean.data_ptr(), self.variance.data_ptr()),
+            *(self.mean.data_ptr(), self.variance.data_ptr(), layout.panel_count(x)),
         )
 
 
@@ -144,16 +144,15 @@ class _BatchNorm(torch.autograd.Function):
         x, weight, bias, mean, variance, z = ctx.saved_tensors
         kernels = native.module().f32 if x.dtype == torch.float32 else native.module().f64
         norm = Norm(weight, bias, mean, variance, *ctx.options)
-        dz = layout.to_batch_last(dz)
-        shape = tuple(x.shape)
+        dz = layout.as_in(dz, x)
         factors = norm.factors()
         # What passes the rectifier, which is also the residual's gradient: dz itself if there is none.
         passed: Tensor | None = dz
         if norm.relu:
             wanted = ctx.needs_input_grad[3] or factors is not None
-            passed = native.empty(kernels, shape, layout.strides(shape), x) if wanted else None
+            passed = layout.empty_like(kernels, x) if wanted else None
         if factors is None:
-            dx = native.empty(kernels, shape, layout.strides(shape), x)
+            dx = layout.empty_like(kernels, x)
         else:
             assert passed is not None
             dx = norm.leave(passed, x, factors)
@@ -175,8 +174,7 @@ class _BatchNorm(torch.autograd.Function):
 def _batch_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
     kernels = native.kernels(x)
     assert kernels is not None
-    shape = tuple(x.shape)
-    z = native.empty(kernels, shape, layout.strides(shape), x)
+    z = layout.empty_like(kernels, x)
     kernels.batch_norm(
         *(norm.kernel(kernels, x), x.data_ptr(), native.address(residual), z.data_ptr()),
         native.threads(),
@@ -205,7 +203,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     channels = x.shape[1]
     mean, variance = (torch.empty(channels, dtype=x.dtype) for _ in range(2))
     kernels.moments(
-        *(x.data_ptr(), channels, x.numel() // channels),
+        *(x.data_ptr(), channels, x.numel() // channels, layout.panel_count(x)),
         *(mean.data_ptr(), variance.data_ptr(), native.threads()),
     )
     return mean, variance
@@ -228,11 +226,10 @@ def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
     """The gradient of ``x``, of which ``factors`` say what is left to do to ``g``."""
     kernels = native.kernels(x)
     assert kernels is not None
-    g, shape = layout.to_batch_last(g), tuple(x.shape)
-    dx = native.empty(kernels, shape, layout.strides(shape), x)
+    g, dx, channels = layout.as_in(g, x), layout.empty_like(kernels, x), x.shape[1]
     kernels.settle_gradient(
-        *(g.data_ptr(), x.data_ptr(), factors.data_ptr(), shape[1], x.numel() // shape[1]),
-        *(dx.data_ptr(), native.threads()),
+        *(g.data_ptr(), x.data_ptr(), factors.data_ptr(), channels, x.numel() // channels),
+        *(layout.panel_count(x), dx.data_ptr(), native.threads()),
     )
     return dx
 
@@ -240,10 +237,11 @@ def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
 def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted."""
     if residual is not None:
-        if residual.shape != x.shape or residual.dtype != x.dtype:
+        same = layout.image_shape(residual) == layout.image_shape(x)
+        if not same or residual.dtype != x.dtype:
             raise ValueError("the residual must have the shape and type of the input")
         residual = (
-            apply(_Settle, residual) if residual.requires_grad else layout.to_batch_last(residual)
+            apply(_Moved, residual, x) if residual.requires_grad else layout.as_in(residual, x)
         )
     tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
@@ -251,14 +249,36 @@ def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     return _batch_norm(x, residual, norm)
 
 
-class _Settle(torch.autograd.Function):
-    """A batch-last version of any tensor."""
+class _Moved(torch.autograd.Function):
+    """Any tensor in the memory of another one, batch-last or panels."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        moved = layout.as_in(x, other)
+        ctx.given = x.shape
+        return x.view_as(x) if moved is x else moved
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if dy.shape != ctx.given:
+            panels = len(ctx.given) == 5
+            dy = layout.to_panels(dy, ctx.given[-1]) if panels else layout.from_panels(dy)
+        return dy, None
+
+
+class _FromPanels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        settled = layout.to_batch_last(x)
-        return x.view_as(x) if settled is x else settled
+        ctx.panel = x.shape[-1]
+        return layout.from_panels(x)
 
     @staticmethod
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy
+        return layout.to_panels(dy, ctx.panel)
+
+
+def from_panels(x: Tensor) -> Tensor:
+    """A result of our layers as an ordinary batch-last tensor."""
+    return apply(_FromPanels, x) if layout.is_panels(x) else x

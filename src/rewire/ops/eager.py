@@ -37,6 +37,7 @@ class _Extras(NamedTuple):
     moments: Moments | None = None
     norm: Norm | None = None
     probe: Probe | None = None
+    panels: bool = False
 
 
 class _Product(torch.autograd.Function):
@@ -55,9 +56,9 @@ class _Product(torch.autograd.Function):
         conv: Convolution,
         extras: _Extras,
     ) -> Tensor:
-        row_major, relu, moments, norm, ctx.probe = extras
-        given, x = x, layout.to_batch_last(x)
-        y = products.forward(conv, x, values, bias, topology, relu, norm, moments)
+        row_major, relu, moments, norm, ctx.probe, panels = extras
+        given, x = x, layout.ready(x)
+        y = products.forward(conv, x, values, bias, topology, relu, norm, moments, panels)
         kept = (None,) * 4 if norm is None else norm[:4]
         ctx.owed = None if moments is None else moments.owed
         if ctx.owed is not None:
@@ -80,7 +81,7 @@ class _Product(torch.autograd.Function):
         owed = None if ctx.owed is None else ctx.owed.take(dy)
         if ctx.probe is not None:
             dy, z, owed = products.complete(dy, z, owed), None, None
-            ctx.probe(ctx.conv, x, dy)
+            ctx.probe(ctx.conv, *(layout.from_panels(t) if t.dim() == 5 else t for t in (x, dy)))
         grads = list(products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed))
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])
@@ -98,12 +99,13 @@ def _product(
 ) -> Tensor:
     products.refuse_tangents()
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
-    row_major, relu, moments, norm, _ = extras
+    row_major, relu, moments, norm, _, panels = extras
     if wanted and torch.is_grad_enabled():
         affine = (None, None) if norm is None else norm[:2]
         result: Tensor = recording.apply(_Product, x, values, bias, *affine, topology, conv, extras)
         return result
-    y = products.forward(conv, layout.to_batch_last(x), values, bias, topology, relu, norm, moments)
+    x = layout.ready(x)
+    y = products.forward(conv, x, values, bias, topology, relu, norm, moments, panels)
     return layout.to_row_major(y) if row_major else y
 
 
@@ -177,20 +179,24 @@ def conv2d(
     norm: Norm | None = None,
     probe: Probe | None = None,
     checked: bool = False,
+    panels: bool = False,
 ) -> Tensor:
     """A 2-D convolution of (batch, channels, height, width) over the connections of ``topology``.
 
     In the same pass over memory ``norm`` is done to an ``x`` that ``channels.can_batch_norm`` has
     accepted, the result is rectified if ``relu``, and its mean and variance by channel are written to
     ``moments``. ``probe`` is as for :func:`linear`, and sees what ``norm`` gives. ``checked`` says that
-    :func:`rewire.ops.products.check` has accepted the layer and the image.
+    :func:`rewire.ops.products.check` has accepted the layer and the image, which may then be in panels
+    (see :mod:`rewire.ops.layout`), and so may the result if ``panels``.
     """
     if probe is not None and torch.compiler.is_compiling():
         return _eager_conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
-    products.check_dims(x, 4, "conv2d")
+    if not checked:
+        products.check_dims(x, 4, "conv2d")
     if norm is not None and (probe is not None or not _takes_norm(x, values)):
         x, norm = channels.batch_norm(x, norm), None
     if not _direct(x, probe):
+        x = channels.from_panels(x)
         sizes = (list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation))
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *sizes)
         return products.measured(y.relu() if relu else y, moments)
@@ -198,7 +204,8 @@ def conv2d(
     if not checked:
         products.check(conv, x, values, bias, topology)
         products.check_image(conv, x)
-    return _product(x, values, bias, topology, conv, _Extras(False, relu, moments, norm, probe))
+    extras = _Extras(False, relu, moments, norm, probe, panels)
+    return _product(x, values, bias, topology, conv, extras)
 
 
 def _takes_norm(x: Tensor, values: Tensor) -> bool:

@@ -3,11 +3,17 @@
 Logical shapes stay as torch has them; only the strides differ, and pointwise torch operators keep
 them. The kernels run their vectors over the batch, so every connection is one broadcast weight times
 a contiguous run.
+
+Between our own layers images may also lie in *panels*: the batch is cut into pieces of as many columns
+as the kernels work on at once, and each piece lies in memory by itself, [N / panel][C][H][W][panel]. What
+a task reads and writes is then in one place. No strides of (N, C, H, W) describe this, so such an image
+is a contiguous five-dimensional tensor (N / panel, C, H, W, panel), which only our layers get to see.
 """
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -83,6 +89,85 @@ def to_row_major(x: Tensor) -> Tensor:
     batch = x.shape[0]
     kernels.transpose(x.data_ptr(), x.numel() // batch, batch, out.data_ptr(), native.threads())
     return out
+
+
+def panel_width(kernels: Any) -> int:
+    """Columns that the kernels work on at once."""
+    return int(kernels.panel())
+
+
+def panel_shape(shape: tuple[int, ...], like: Tensor) -> tuple[int, ...] | None:
+    """The shape of images (N, C, H, W) in panels; None if the batch does not fill two or more."""
+    kernels = native.kernels(like)
+    if kernels is None or len(shape) != 4:
+        return None
+    batch, *image = shape
+    panel = panel_width(kernels)
+    return None if batch % panel or batch <= panel else (batch // panel, *image, panel)
+
+
+def is_panels(x: Tensor) -> bool:
+    """Whether what one of our layers has made is in panels."""
+    return x.dim() == 5 and x.is_contiguous()
+
+
+def image_shape(x: Tensor) -> tuple[int, ...]:
+    """(N, C, H, W) of images, in panels or not."""
+    if not is_panels(x):
+        return tuple(x.shape)
+    panels, *image, panel = x.shape
+    return (panels * panel, *image)
+
+
+def panel_count(x: Tensor) -> int:
+    """How many panels there are; 1 where there are none."""
+    return x.shape[0] if is_panels(x) else 1
+
+
+def empty_like(kernels: Any, x: Tensor) -> Tensor:
+    """An uninitialised tensor in the same memory as ``x``: panels, or batch-last."""
+    shape = tuple(x.shape)
+    return native.empty(
+        kernels, shape, contiguous_strides(shape) if is_panels(x) else strides(shape), x
+    )
+
+
+def ready(x: Tensor) -> Tensor:
+    """``x`` as the products read it: what is in panels as it is, all else batch-last."""
+    return x.contiguous() if x.dim() == 5 else to_batch_last(x)
+
+
+def as_in(x: Tensor, other: Tensor) -> Tensor:
+    """The same images in the memory of ``other``: panels, or batch-last."""
+    if not is_panels(other):
+        return from_panels(x) if is_panels(x) and other.dim() == 4 else to_batch_last(x)
+    return x.contiguous() if x.dim() == 5 else to_panels(x, other.shape[-1])
+
+
+def to_panels(x: Tensor, panel: int) -> Tensor:
+    """A copy in panels of so many columns each, of images whose batch is a multiple of them."""
+    kernels, x = native.kernels(x), to_batch_last(x)
+    assert kernels is not None
+    batch, *image = x.shape
+    shape = (batch // panel, *image, panel)
+    out = native.empty(kernels, shape, contiguous_strides(shape), x)
+    _copy_panels(kernels, x, out, batch, panel, True)
+    return out
+
+
+def from_panels(x: Tensor) -> Tensor:
+    """A batch-last copy of images in panels."""
+    kernels, x = native.kernels(x), x.contiguous()
+    shape = image_shape(x)
+    assert kernels is not None
+    out = native.empty(kernels, shape, strides(shape), x)
+    _copy_panels(kernels, x, out, shape[0], x.shape[-1], False)
+    return out
+
+
+def _copy_panels(kernels: Any, x: Tensor, y: Tensor, batch: int, panel: int, into: bool) -> None:
+    positions = x.numel() // batch
+    kernels.panels(x.data_ptr(), positions, batch, panel, into, y.data_ptr(), native.threads())
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

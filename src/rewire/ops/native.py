@@ -101,14 +101,18 @@ def integers(count: int) -> Tensor:
 @lru_cache(maxsize=1024)
 def geometry(*sizes: int) -> Any:
     """batch, in channels, height, width, out channels, out height, out width, then kernel,
-    stride, padding and dilation (height and width each)."""
+    stride, padding and dilation (height and width each), the width of a panel, and whether input and
+    output are in panels."""
     return module().Geometry(*sizes)
 
 
 @lru_cache(maxsize=1024)
-def pool(*sizes: int, count_padding: bool = True) -> Any:
-    """batch, height, width, out height, out width, then kernel, stride and padding."""
-    return module().Pool(*sizes, count_padding)
+def pool(
+    *sizes: int, count_padding: bool = True, panels: int = 1, in_step: int = 0, out_step: int = 0
+) -> Any:
+    """batch, height, width, out height, out width, then kernel, stride and padding; how many panels
+    of such a batch there are, and how far apart in input and output."""
+    return module().Pool(*sizes, count_padding, panels, in_step, out_step)
 
 
 def threads() -> int:

@@ -26,21 +26,18 @@ class _MaxPool(torch.autograd.Function):
     ) -> Tensor:
         kernels = native.kernels(x)
         assert kernels is not None
-        batch, channels, height, width = x.shape
-        pool = native.pool(batch, height, width, *out, *sizes)
-        shape = (batch, channels, *out)
-        y = native.empty(kernels, shape, layout.strides(shape), x)
+        pool, y = _pool(kernels, x, sizes, out)
         # The tap of each maximum, a byte each, in memory of the tensor's own type.
         words = -(-y.numel() // x.element_size()) if any(ctx.needs_input_grad) else 0
         which = native.empty(kernels, (words,), (1,), x)
         kernels.max_pool(
-            *(pool, channels, None if norm is None else norm.kernel(kernels, x)),
+            *(pool, x.shape[1], None if norm is None else norm.kernel(kernels, x)),
             *(x.data_ptr(), y.data_ptr(), which.data_ptr() if which.numel() else 0),
             native.threads(),
         )
         kept = (None, None, None, None, None) if norm is None else (x, *norm[:4])
         ctx.save_for_backward(which, *kept)
-        ctx.pool, ctx.shape = pool, tuple(x.shape)
+        ctx.pool, ctx.shape, ctx.strides = pool, tuple(x.shape), x.stride()
         ctx.options = None if norm is None else norm[4:]
         if norm is not None:
             norm.read()
@@ -50,10 +47,10 @@ class _MaxPool(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         which, x, *kept = ctx.saved_tensors
-        dy = layout.to_batch_last(dy)
+        dy = layout.ready(dy)
         kernels = native.kernels(dy)
         assert kernels is not None
-        dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
+        dx = native.empty(kernels, ctx.shape, ctx.strides, dy)
         norm, factors, dweight, dbias = None, None, None, None
         if ctx.options is not None:
             norm = Norm(*kept, *ctx.options)
@@ -68,6 +65,22 @@ class _MaxPool(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         return dx, dweight if wanted[1] else None, dbias if wanted[2] else None, None, None, None
+
+
+def _pool(
+    kernels: Any, x: Tensor, sizes: tuple[int, ...], out: tuple[int, int]
+) -> tuple[Any, Tensor]:
+    """The kernel's sizes, and an output in the memory of ``x``."""
+    if not layout.is_panels(x):
+        batch, channels, height, width = x.shape
+        shape: tuple[int, ...] = (batch, channels, *out)
+        pool = native.pool(batch, height, width, *out, *sizes)
+        return pool, native.empty(kernels, shape, layout.strides(shape), x)
+    panels, channels, height, width, panel = x.shape
+    shape = (panels, channels, *out, panel)
+    y = native.empty(kernels, shape, layout.contiguous_strides(shape), x)
+    steps = {"in_step": x.stride(0), "out_step": y.stride(0)}
+    return native.pool(panel, height, width, *out, *sizes, panels=panels, **steps), y
 
 
 class _MeanPool(torch.autograd.Function):
@@ -121,8 +134,9 @@ def _pool_sizes(
 def max_pool2d(
     x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, norm: Norm | None = None
 ) -> Tensor | None:
-    """``F.max_pool2d`` of a batch-last tensor, after ``norm``, or None where torch has to do it."""
-    if x.dim() != 4 or kernels_for(x) is None:
+    """``F.max_pool2d`` of a batch-last tensor or of panels, after ``norm``, or None where torch has to
+    do it."""
+    if not layout.is_panels(x) and (x.dim() != 4 or kernels_for(x) is None):
         return None
     sizes = _pool_sizes(x, kernel_size, stride, padding)
     affine = (None, None) if norm is None else norm[:2]

@@ -30,16 +30,22 @@ def output_shape(conv: Convolution, shape: tuple[int, ...], n_out: int) -> tuple
 
 @lru_cache(maxsize=1024)
 def geometry_of(
-    conv: Convolution, shape: tuple[int, ...], n_out: int
+    conv: Convolution, shape: tuple[int, ...], n_out: int, panel: int = 0
 ) -> tuple[Any, tuple[int, ...]]:
-    """The kernel's sizes and the shape of the output."""
-    height, width = shape[2:] if len(shape) == 4 else (1, 1)
+    """The kernel's sizes and the shape of the output, for an input that is in panels if it has five
+    dimensions, and an output that is in panels of so many columns, or in none."""
+    panels = shape[-1] if len(shape) == 5 else 0
+    batch, n_in = shape[0] * max(panels, 1), shape[1]
+    height, width = shape[2:4] if len(shape) > 2 else (1, 1)
     out = conv.output_size(height, width)
     sizes = native.geometry(
-        *(shape[0], shape[1], height, width, n_out, *out),
+        *(batch, n_in, height, width, n_out, *out),
         *(*conv.kernel, *conv.stride, *conv.padding, *conv.dilation),
+        *(panel or panels, panels > 0, panel > 0),
     )
-    return sizes, (shape[0], n_out, *out)[: len(shape)]
+    if panel:
+        return sizes, (batch // panel, n_out, *out, panel)
+    return sizes, (batch, n_out, *out) if len(shape) > 2 else (batch, n_out)
 
 
 def check(
@@ -110,9 +116,11 @@ def forward(
     relu: bool = False,
     norm: Norm | None = None,
     moments: Moments | None = None,
+    panels: bool = False,
 ) -> Tensor:
-    """``x`` is batch-last where there are kernels for it, and so is the result. ``norm`` is done to
-    ``x`` on the way in; ``moments`` receives the result's mean and variance by channel."""
+    """``x`` is batch-last or in panels where there are kernels for it. ``norm`` is done to ``x`` on the
+    way in; ``moments`` receives the result's mean and variance by channel. The result is batch-last, or
+    in ``panels`` if the batch fills them."""
     n_out = topology.indptr.numel() - 1
     kernels = native.kernels(x)
     if kernels is None:
@@ -122,8 +130,10 @@ def forward(
         return measured(y.relu_() if relu else y, moments)
     values = values.contiguous()
     bias = None if bias is None else bias.contiguous()
-    geometry, shape = geometry_of(conv, tuple(x.shape), n_out)
-    y = native.empty(kernels, shape, layout.strides(shape), x)
+    panel = _panel(kernels, x) if panels else 0
+    geometry, shape = geometry_of(conv, tuple(x.shape), n_out, panel)
+    strides = layout.contiguous_strides if panel else layout.strides
+    y = native.empty(kernels, shape, strides(shape), x)
     if y.numel():
         mean, variance = (0, 0) if moments is None else (t.data_ptr() for t in moments[:2])
         kernels.forward(
@@ -133,6 +143,14 @@ def forward(
             *(relu, mean, variance, native.threads()),
         )
     return y
+
+
+def _panel(kernels: Any, x: Tensor) -> int:
+    """Columns of the panels that an output can be in; 0 if it cannot."""
+    if x.dim() == 5:
+        return int(x.shape[-1])
+    shape = layout.panel_shape(tuple(x.shape), x)
+    return 0 if shape is None else shape[-1]
 
 
 def measured(y: Tensor, moments: Moments | None) -> Tensor:
@@ -150,8 +168,7 @@ def rectify_gradient(dz: Tensor, z: Tensor) -> Tensor:
     kernels = native.kernels(z)
     if kernels is None or z.numel() == 0:
         return dz * (z > 0)
-    dz = layout.to_batch_last(dz)
-    dy = native.empty(kernels, tuple(z.shape), layout.strides(tuple(z.shape)), z)
+    dz, dy = layout.as_in(dz, z), layout.empty_like(kernels, z)
     kernels.rectify_gradient(
         dz.data_ptr(), z.data_ptr(), dy.data_ptr(), z.numel(), native.threads()
     )
@@ -203,16 +220,16 @@ def backward(
         if needs[2]:
             db = dy.transpose(0, 1).flatten(1).sum(1)
         return dx, dw, db, dscale, dshift
-    x, dy, values = layout.to_batch_last(x), layout.to_batch_last(dy), values.contiguous()
+    x, dy, values = layout.ready(x), layout.ready(dy), values.contiguous()
     n_out, threads = topology.indptr.numel() - 1, native.threads()
-    geometry, _ = geometry_of(conv, tuple(x.shape), n_out)
-    shape = tuple(x.shape)
-    dx = native.empty(kernels, shape, layout.strides(shape), x) if needs[0] else x.new_empty(0)
+    panel = int(dy.shape[-1]) if dy.dim() == 5 else 0
+    geometry, _ = geometry_of(conv, tuple(x.shape), n_out, panel)
+    dx = layout.empty_like(kernels, x) if needs[0] else x.new_empty(0)
     dw, db = (
         x.new_empty(n if need else 0)
         for n, need in zip((values.numel(), n_out), needs[1:], strict=True)
     )
-    scales = 0 if norm is None else shape[1]
+    scales = 0 if norm is None else x.shape[1]
     dscale, dshift = x.new_empty(scales), x.new_empty(scales)
     factors = None if norm is None else norm.factors()
     if dy.numel() == 0:
@@ -234,6 +251,7 @@ def backward(
             geometry, *slots, values.data_ptr(), dy.data_ptr(), dx.data_ptr(), threads
         )
     if needs[2]:
+        dy = layout.from_panels(dy) if panel else dy
         kernels.row_sums(dy.data_ptr(), n_out, dy.numel() // n_out, db.data_ptr(), threads)
     return dx, dw, db, dscale, dshift
 

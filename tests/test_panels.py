@@ -1,0 +1,192 @@
+"""Images in panels, which our layers make for each other: everything is as in batch-last memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rewire
+from fused import Net, assert_close, assert_same, normal
+from fused_uses import USES
+from rewire import SparseConv2d, ops
+from rewire.nn import promises
+from rewire.nn.fusion import fuse, unfuse
+from rewire.ops import layout, native
+
+pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
+
+
+def width(dtype: torch.dtype) -> int:
+    return layout.panel_width(native.kernels(torch.empty(0, dtype=dtype)))
+
+
+@pytest.fixture
+def promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small outputs are promised too; panels are as wide as they are."""
+    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+
+
+def test_there_and_back() -> None:
+    x = layout.to_batch_last(normal(12, 5, 3, 2))
+    panels = layout.to_panels(x, 4)
+    assert panels.shape == (3, 5, 3, 2, 4)
+    assert layout.is_panels(panels)
+    assert torch.equal(panels[1, 2, 0, 1], x[4:8, 2, 0, 1])
+    back = layout.from_panels(panels)
+    assert torch.equal(back, x)
+    assert back.stride() == x.stride()
+
+
+@pytest.mark.parametrize(("batch", "fits"), [(4, False), (8, True), (10, False), (0, False)])
+def test_what_fills_panels(batch: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "panel_width", lambda kernels: 4)
+    shape = layout.panel_shape((batch, 3, 5, 5), torch.empty(0))
+    assert shape == ((batch // 4, 3, 5, 5, 4) if fits else None)
+    assert layout.panel_shape((8, 3), torch.empty(0)) is None
+
+
+# in and out channels, height, width, kernel, stride, padding, dilation
+SIZES = [
+    (3, 8, 12, 12, 3, 1, 1, 1),
+    (8, 8, 20, 9, 3, 1, 1, 1),
+    (6, 10, 9, 11, 3, 2, 1, 1),
+    (6, 10, 8, 8, (2, 3), (2, 1), (0, 1), 1),
+    (5, 7, 11, 10, 3, 1, 2, 2),
+    (7, 9, 6, 6, 1, 1, 0, 1),
+    (40, 40, 4, 4, 3, 1, 1, 1),
+    (64, 48, 2, 2, 3, 1, 1, 1),
+    (30, 20, 1, 1, 1, 1, 0, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("inputs", [True, False])
+def test_convolutions(sizes: tuple[Any, ...], dtype: torch.dtype, inputs: bool, isa: str) -> None:
+    """With input and output in panels, or the output alone, against batch-last memory."""
+    n_in, n_out, height, wide, kernel, *rest = sizes
+    layer = SparseConv2d(
+        *(n_in, n_out, kernel, *rest),
+        dtype=dtype,
+        sparsity=0.6,
+        generator=torch.Generator().manual_seed(0),
+    )
+    panel = width(dtype)
+    assert layer.bias is not None
+    arguments = (layer.values, layer.bias, layer.topology, layer._sizes)
+    data = layout.to_batch_last(normal(2 * panel, n_in, height, wide, dtype=dtype))
+
+    def run(panels: bool) -> list[Tensor]:
+        x = layout.to_panels(data, panel) if panels and inputs else data.clone()
+        x.requires_grad_()
+        layer.zero_grad()
+        y = ops.conv2d(x, *arguments, relu=True, checked=True, panels=panels)
+        assert layout.is_panels(y) == panels
+        up = layout.to_batch_last(normal(*layout.image_shape(y), seed=1, dtype=dtype))
+        y.backward(layout.to_panels(up, panel) if panels else up)
+        assert x.grad is not None
+        assert layer.values.grad is not None
+        assert layer.bias.grad is not None
+        back = [layout.from_panels(t) if layout.is_panels(t) else t for t in (y.detach(), x.grad)]
+        return [*back, layer.values.grad, layer.bias.grad]
+
+    for ours, right in zip(run(True), run(False), strict=True):
+        assert_close(ours, right)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["f_relu", "residual_block", "max_pool", "global_pool"])
+@pytest.mark.usefixtures("promised")
+def test_models_at_the_width_of_the_machine(name: str, dtype: torch.dtype, isa: str) -> None:
+    if dtype is torch.float64:
+        assert_same(Net(USES[name]), normal(3 * width(dtype), 3, 6, 6), steps=1)
+        return
+    model = Net(USES[name]).float()
+    apart = Net(USES[name]).float()
+    fuse(model)
+    x = normal(2 * width(dtype), 3, 6, 6, dtype=dtype)
+    ours, right = model(x), apart(x)
+    torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
+    for net, out in ((model, ours), (apart, right)):
+        out.square().mean().backward()
+        assert net.conv.values.grad is not None
+    torch.testing.assert_close(model.conv.values.grad, apart.conv.values.grad, rtol=1e-3, atol=1e-4)
+
+
+def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
+    model = rewire.sparsify(rewire.models.vgg11(), sparsity=0.9)
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    x, seen = normal(64, 3, 32, 32, dtype=torch.float32), []
+    for count in (1, 2, 3):
+        threads(count)
+        model.zero_grad()
+        out = model(x)
+        out.logsumexp(1).sum().backward()
+        seen.append([out.detach(), *(p.grad for p in model.parameters())])
+    for others in seen[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(seen[0], others, strict=True))
+
+
+@pytest.mark.usefixtures("promise_always")
+def test_a_probe_sees_ordinary_images() -> None:
+    """A rewiring takes its gradients from the input and output gradient of a layer."""
+    seen: list[list[Tensor]] = []
+    for fused in (True, False):
+        model = Net(lambda m, x: m.conv2(F.relu(m.bn(m.conv(x)))))
+        (fuse if fused else unfuse)(model)
+        kept: list[Tensor] = []
+        for layer in (model.conv, model.conv2):
+            layer.probe = lambda conv, x, dy, kept=kept: kept.extend((x, dy))
+        model(normal(8, 3, 6, 6)).square().sum().backward()
+        seen.append(kept)
+    assert [tuple(t.shape) for t in seen[0]] == [tuple(t.shape) for t in seen[1]]
+    for ours, right in zip(*seen, strict=True):
+        assert_close(ours, right, 1e-9)
+
+
+def held(body: Callable[[Any, Tensor, Any], Any]) -> tuple[Any, Any]:
+    """The output of the first convolution, after the second has read it, in a fused model and apart."""
+    results = []
+    for fused in (True, False):
+        model = Net(lambda m, x: body(m, m.conv(x), m.conv2))
+        if fused:
+            fuse(model)
+        results.append(model(normal(8, 3, 6, 6)))
+    return results[0], results[1]
+
+
+@pytest.mark.usefixtures("promise_always")
+def test_gradients_of_what_a_layer_has_read() -> None:
+    def hooked(m: Any, y: Tensor, conv: Any) -> list[Tensor]:
+        seen: list[Tensor] = []
+        out = conv(y)
+        y.register_hook(seen.append)
+        (out.square().sum() + y.sum()).backward()
+        return seen
+
+    ours, right = held(hooked)
+    assert_close(ours[0], right[0], 1e-9)
+
+    def kept(m: Any, y: Tensor, conv: Any) -> Tensor | None:
+        y.retain_grad()
+        (conv(y).square().sum() + y.sum()).backward()
+        return y.grad
+
+    ours, right = held(kept)
+    assert_close(ours, right, 1e-9)
+
+
+@pytest.mark.parametrize("late", ["retain_grad", "autograd.grad"])
+@pytest.mark.usefixtures("promise_always")
+def test_what_comes_too_late_is_refused(late: str) -> None:
+    def body(m: Any, y: Tensor, conv: Any) -> Any:
+        out = conv(y).square().sum()
+        return y.retain_grad() if late == "retain_grad" else torch.autograd.grad(out, y)
+
+    with pytest.raises(RuntimeError, match="already read this output"):
+        held(body)
