@@ -165,6 +165,10 @@ void define(nb::module_& m) {
                                 Address dx, int threads) {
         settle_gradient<T>(table<T>(), at<T>(g), at<T>(x), at<T>(factors), channels, len, panels, at<T>(dx), threads);
     }, free);
+    m.def("drop_out", [](Address x, int64_t len, double probability, double scale, uint64_t seed, Address y,
+                         int threads) {
+        drop_out<T>(at<T>(x), len, probability, scale, seed, at<T>(y), threads);
+    }, free);
     m.def("max_pool", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address y,
                          Address which, int threads) {
         max_pool<T>(table<T>(), p, channels, norm, at<T>(x), at<T>(y), at<uint8_t>(which), threads);

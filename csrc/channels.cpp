@@ -16,6 +16,13 @@ void for_each_channel(int64_t channels, int64_t len, int threads, Body&& body) {
     });
 }
 
+// splitmix64
+inline uint64_t mixed(uint64_t h) {
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
+    h = (h ^ (h >> 27)) * 0x94D049BB133111EBu;
+    return h ^ (h >> 31);
+}
+
 // The contiguous runs that channels of `all` elements consist of.
 struct Runs {
     int64_t channels, all, panels;
@@ -140,6 +147,17 @@ void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* fac
 }
 
 template <class T>
+void drop_out(const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y, int threads) {
+    const auto limit = uint64_t(probability * 4294967296.0);  // of the 2^32 values of half a word
+    pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++) {
+            const uint64_t word = mixed(seed + uint64_t(i / 2) * 0x9E3779B97F4A7C15u);
+            y[i] = (i % 2 ? word >> 32 : word & 0xFFFFFFFFu) < limit ? T(0) : x[i] * T(scale);
+        }
+    });
+}
+
+template <class T>
 void max_pool(const Table<T>& table, const Pool& p, int64_t channels, const BatchNorm<T>* norm, const T* x, T* y,
               uint8_t* which, int threads) {
     const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
@@ -186,6 +204,7 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
+    template void drop_out<T>(const T*, int64_t, double, double, uint64_t, T*, int);                                \
     template void max_pool<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
     template void max_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, const T*,\
                                        const uint8_t*, T*, const NormGradients<T>&, int);                           \

@@ -64,6 +64,10 @@ template <class T>
 void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
                      int64_t panels, T* dx, int threads);
 
+// y[i] = x[i] * scale, or 0 with the given probability; which ones is a function of seed and i alone.
+template <class T>
+void drop_out(const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y, int threads);
+
 // Of x, or of its batch norm; `which` receives the tap of each maximum, or is null.
 template <class T>
 void max_pool(const Table<T>&, const Pool&, int64_t channels, const BatchNorm<T>*, const T* x, T* y, uint8_t* which,

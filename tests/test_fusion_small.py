@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,6 +56,26 @@ def test_dropout_follows_torchs_generator() -> None:
         outputs.append(model(x)[1])
     assert torch.equal(outputs[0], outputs[1])
     assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_dropout_is_the_same_for_any_number_of_threads(threads: Callable[[int], None]) -> None:
+    model, x = rewire.sparsify(Dropped(0.25), sparsity=0.9), torch.randn(1024, 64)
+    outputs = []
+    for count in (1, 2):
+        threads(count)
+        torch.manual_seed(0)
+        outputs.append(model(x)[1])
+    assert torch.equal(*outputs)
+
+
+def test_dropout_takes_units_one_by_one() -> None:
+    """What is dropped says nothing about its neighbours, nor about the next call."""
+    model, x = rewire.sparsify(Dropped(0.25), sparsity=0.9), torch.randn(1024, 64)
+    dropped = (model(x)[1] == 0).T.flatten().double()  # in the order of memory
+    again = (model(x)[1] == 0).T.flatten().double()
+    assert abs(float(dropped.mean()) - 0.25) < 0.01
+    for other in (dropped.roll(1), dropped.roll(2), dropped.roll(1024), again):
+        assert abs(float((dropped * other).mean()) - 0.0625) < 0.005
 
 
 @pytest.mark.parametrize(

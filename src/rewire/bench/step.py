@@ -97,7 +97,7 @@ def _converted(workload: Workload, sparsity: float) -> nn.Module:
 
 
 def _step(model: nn.Module, x: Tensor, y: Tensor) -> Function:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=1e-4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4, foreach=True)
 
     def run() -> None:
         optimizer.zero_grad()

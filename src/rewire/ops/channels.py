@@ -1,4 +1,4 @@
-"""Batch normalisation of batch-last activations.
+"""Batch normalisation and dropout of batch-last activations.
 
 In batch-last memory a channel is one contiguous run, so these are short loops; torch's own kernels
 are several times slower on such strides. Their results and gradients are those of
@@ -282,3 +282,34 @@ class _FromPanels(torch.autograd.Function):
 def from_panels(x: Tensor) -> Tensor:
     """A result of our layers as an ordinary batch-last tensor."""
     return apply(_FromPanels, x) if layout.is_panels(x) else x
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, probability: float, seed: int) -> Tensor:
+        ctx.probability, ctx.seed = probability, seed
+        return _drop_out(x, probability, seed)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return _drop_out(layout.to_batch_last(dy), ctx.probability, ctx.seed), None, None
+
+
+def _drop_out(x: Tensor, probability: float, seed: int) -> Tensor:
+    kernels = native.kernels(x)
+    assert kernels is not None
+    y = layout.empty_like(kernels, x)
+    kernels.drop_out(
+        *(x.data_ptr(), x.numel(), probability, 1 / (1 - probability), seed),
+        *(y.data_ptr(), native.threads()),
+    )
+    return y
+
+
+def dropout(x: Tensor, probability: float) -> Tensor | None:
+    """``F.dropout`` of a batch-last tensor, or None where torch has to do it. Takes one number from torch's
+    generator, and all noise from that."""
+    if kernels_for(x) is None or not 0 < probability < 1:
+        return None
+    return apply(_Dropout, x, probability, int(torch.randint(1 << 62, ())))
