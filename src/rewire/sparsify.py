@@ -165,8 +165,8 @@ def densify(model: M) -> M:
         )
     """
     dense: dict[nn.Module, nn.Module] = {}
+    unfuse(model)
     for module in model.modules():
-        unfuse(module)
         allow_fused_path(module)
         if isinstance(module, SparseLinear | SparseConv2d | MaskedLinear | MaskedConv2d):
             dense[module] = carry_over(module, module.to_dense())

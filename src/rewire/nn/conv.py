@@ -16,7 +16,7 @@ from rewire.nn.linear import _from_csr
 from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.ops import layout, products
-from rewire.ops.channels import Norm
+from rewire.ops.channels import Moments, Norm, Owed
 from rewire.ops.reference import Convolution
 
 
@@ -180,6 +180,25 @@ class SparseConv2d(SparseLayer, ConvShape):
                 measure=lambda moments: run(moments=moments, panels=True, checked=True),
                 leaves=None if norm is None else norm.owed,
             )
+
+    def measured(self, x: Tensor) -> tuple[Tensor, Moments] | None:
+        """What a batch norm that follows at once needs of the output, in a running model; None where it
+        has to be asked for as usual."""
+        if x.dim() != 4 or self._pad_first is not None:
+            return None
+        self._check_image(x)
+        reads, norm = self._source(x)
+        image, n_out, conv = reads[0], self.out_channels, self._sizes
+        shape = products.output_shape(conv, layout.image_shape(image), n_out)
+        alone = shape[0] * shape[2] * shape[3] < 2  # then a batch norm has nothing to measure
+        if min(shape) < 1 or alone or not promises.worthwhile(shape, image, self.values):
+            return None
+        layer = (self.values, self.bias, self.topology)
+        products.check(conv, image, *layer)
+        mean, variance = (torch.empty(n_out, dtype=image.dtype) for _ in range(2))
+        moments = Moments(mean, variance, Owed())
+        extras: dict[str, Any] = {"moments": moments, "norm": norm, "probe": self.probe}
+        return ops.conv2d(image, *layer, conv, **extras, checked=True, panels=True), moments
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from rewire.nn import units
 from rewire.nn.promises import (
     Compute,
     Pending,
@@ -215,8 +216,14 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def fuse(module: nn.Module) -> None:
     """Let ``module`` run as described above whenever it is called."""
     module.__dict__["_call_impl"] = partial(_call, module)
+    for part in module.modules():
+        if type(part) is nn.Sequential:
+            units.take(part)
 
 
 def unfuse(module: nn.Module) -> None:
-    """Take :func:`fuse` back."""
-    module.__dict__.pop("_call_impl", None)
+    """Take :func:`fuse` back, for all parts of a module too."""
+    for part in module.modules():
+        part.__dict__.pop("_call_impl", None)
+        if type(part) is nn.Sequential:
+            units.leave(part)

@@ -1,0 +1,223 @@
+"""Sequences whose convolutions, batch norms, rectifiers and poolings run as one step: torch's answer is
+due, or that of the same layers one by one."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rewire
+from fused import assert_close, assert_same, marks, normal, plain
+from rewire import SparseConv2d
+from rewire.nn import units
+from rewire.nn.fusion import fuse, unfuse
+
+pytestmark = marks
+
+
+def conv(n_in: int, n_out: int, kernel: int = 3, **options: Any) -> SparseConv2d:
+    options = {"padding": kernel // 2, "bias": False} | options
+    return SparseConv2d(
+        *(n_in, n_out, kernel),
+        **options,
+        sparsity=0.5,
+        generator=torch.Generator().manual_seed(n_in),
+    )
+
+
+def norm(channels: int, **options: Any) -> nn.BatchNorm2d:
+    bn = nn.BatchNorm2d(channels, **options)
+    if bn.affine:
+        bn.weight.data, bn.bias.data = normal(channels, seed=1), normal(channels, seed=2)
+    return bn
+
+
+SEQUENCES: dict[str, tuple[list[nn.Module], int]] = {  # and how many units there are
+    "vgg": (
+        [
+            *(conv(3, 6, bias=True), norm(6), nn.ReLU(), conv(6, 6), norm(6), nn.ReLU()),
+            *(nn.MaxPool2d(2), conv(6, 8), norm(8), nn.ReLU(), nn.MaxPool2d(2)),
+        ],
+        3,
+    ),
+    "in place": ([conv(3, 6), norm(6), nn.ReLU(inplace=True), conv(6, 6), norm(6)], 2),
+    "no rectifier": ([conv(3, 6), norm(6), conv(6, 6), norm(6), nn.MaxPool2d(3, 1, 1)], 2),
+    "another activation": ([conv(3, 6), norm(6), nn.SiLU(), conv(6, 6), norm(6), nn.GELU()], 2),
+    "strides": ([conv(3, 6, stride=2), norm(6), nn.ReLU(), conv(6, 4, 1), norm(4)], 2),
+    "no batch norm": ([conv(3, 6), nn.ReLU(), conv(6, 6), nn.Sigmoid()], 0),
+    "batch norm first": ([norm(3), nn.ReLU(), conv(3, 6), norm(6), nn.ReLU()], 1),
+    "nested": (
+        [nn.Sequential(conv(3, 6), norm(6), nn.ReLU()), nn.Sequential(conv(6, 6), norm(6))],
+        2,
+    ),
+    "not affine": ([conv(3, 6), norm(6, affine=False), nn.ReLU(), conv(6, 6)], 1),
+    "not tracked": ([conv(3, 6), norm(6, track_running_stats=False), nn.ReLU(), conv(6, 6)], 1),
+    "another momentum": ([conv(3, 6), norm(6, momentum=0.3), nn.ReLU(), conv(6, 6)], 1),
+    "mean of all batches": ([conv(3, 6), norm(6, momentum=None), nn.ReLU(), conv(6, 6)], 0),
+    "rounded up": ([conv(3, 6), norm(6), nn.ReLU(), nn.MaxPool2d(4, ceil_mode=True)], 1),
+    "spread": ([conv(3, 6), norm(6), nn.ReLU(), nn.MaxPool2d(2, dilation=2), conv(6, 3)], 1),
+    "padded": ([conv(3, 6, padding_mode="circular"), norm(6), nn.ReLU(), conv(6, 3)], 0),
+    "alone": ([conv(3, 6)], 0),
+}
+
+
+@pytest.fixture
+def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many units have run."""
+    seen, normalise = [0], units._normalise
+
+    def counted(*args: Any) -> Any:
+        seen[0] += 1
+        return normalise(*args)
+
+    monkeypatch.setattr(units, "_normalise", counted)
+    return seen
+
+
+def sequence(name: str) -> nn.Sequential:
+    return copy.deepcopy(nn.Sequential(*SEQUENCES[name][0])).double()
+
+
+def assert_same_apart(model: nn.Module) -> None:
+    """Output and gradients are those of the same model when it runs layer by layer."""
+    apart = copy.deepcopy(model)
+    fuse(model)
+    unfuse(apart)
+    x = normal(8, 3, 8, 8)
+    results = []
+    for m in (model, apart):
+        data = x.clone().requires_grad_()
+        y = m(data)
+        (y.square().sum() + y[:, 0].sum()).backward()
+        results.append([y.detach(), data.grad, *(p.grad for p in m.parameters())])
+    for ours, right in zip(*results, strict=True):
+        assert (ours is None) == (right is None)
+        if ours is not None and right is not None:
+            assert_close(ours, right, 1e-9)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_training(name: str, count: list[int]) -> None:
+    assert_same(sequence(name), normal(8, 3, 8, 8))
+    assert count[0] == 2 * SEQUENCES[name][1]  # two steps
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_evaluation(name: str, count: list[int]) -> None:
+    assert_same(sequence(name).eval(), normal(8, 3, 8, 8), steps=1)
+    assert count[0] == 0
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 12])
+def test_any_batch_size(batch: int) -> None:
+    for name in ("vgg", "strides"):
+        assert_same(sequence(name), normal(batch, 3, 8, 8), steps=1)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("kind", ["forward", "before", "backward"])
+def test_what_is_watched_runs_by_itself(place: int, kind: str, count: list[int]) -> None:
+    """A hook sees its module's input and output, and may change them."""
+
+    def forward(module: Any, args: Any, output: Tensor) -> Tensor:
+        return output * 2
+
+    def before(module: Any, args: Any) -> Any:
+        return (args[0] * 2,)
+
+    def backward(module: Any, gradients: Any, outer: Any) -> Any:
+        return (gradients[0] * 2,)
+
+    model = sequence("vgg")
+    if kind == "forward":
+        model[place].register_forward_hook(forward)
+    elif kind == "before":
+        model[place].register_forward_pre_hook(before)
+    else:
+        model[place].register_full_backward_hook(backward)
+    assert_same_apart(model)
+    # A rectifier that is watched leaves convolution and batch norm together.
+    assert count[0] == (3 if place == 2 else 2)
+
+
+def test_a_forward_of_ones_own(count: list[int]) -> None:
+    model = sequence("vgg")
+    model[1].forward = lambda x: x + 1  # type: ignore[method-assign]
+    fuse(model)
+    y = model(normal(8, 3, 8, 8))
+    unfuse(model)
+    assert_close(y, model(normal(8, 3, 8, 8)), 1e-9)
+    assert count[0] == 2
+
+
+def test_a_sequence_with_a_forward_of_its_own() -> None:
+    model = sequence("vgg")
+    model.forward = lambda x: x * 3  # type: ignore[method-assign]
+    fuse(model)
+    x = normal(8, 3, 8, 8)
+    assert torch.equal(model(x), x * 3)
+    unfuse(model)
+    assert torch.equal(model(x), x * 3)
+
+
+def test_a_part_that_is_frozen() -> None:
+    model = sequence("vgg")
+    for module in model[:2]:
+        for parameter in module.parameters():
+            parameter.requires_grad_(False)
+    assert_same_apart(model)
+    model.zero_grad()
+    model[4].eval()
+    assert_same_apart(model)
+
+
+def test_copies_and_files_run_by_themselves(count: list[int]) -> None:
+    model = sequence("vgg")
+    fuse(model)
+    x = normal(8, 3, 8, 8)
+    right = plain(model)(x)
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with torch.no_grad():
+            model[0].values.zero_()  # is nothing to the copy
+        count[0] = 0
+        assert_close(twin(x), right, 1e-9)
+        assert count[0] == 3
+
+
+def test_densified_and_converted_again(count: list[int]) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU()).double()
+    rewire.sparsify(model, sparsity=0.5)
+    x = normal(8, 3, 8, 8)
+    first = model(x)
+    assert count[0] == 1
+    rewire.densify(model)
+    assert "forward" not in model.__dict__
+    assert_close(model(x), first, 1e-9)
+    assert count[0] == 1
+
+
+def test_a_wrong_number_of_channels_is_refused() -> None:
+    model = sequence("vgg")
+    fuse(model)
+    with pytest.raises(ValueError, match=r"expected an input of \(N, 3, H, W\)"):
+        model(normal(8, 4, 8, 8))
+
+
+def test_gse_takes_its_gradients_from_units() -> None:
+    """A rewiring in a fused model and in one that runs layer by layer: the same connections."""
+    kept = []
+    for fused in (True, False):
+        model = sequence("vgg")
+        (fuse if fused else unfuse)(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        rewirer = rewire.GSE(model, optimizer, every=1, until=10, seed=0)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(normal(8, 3, 8, 8, seed=step)).square().mean().backward()
+            optimizer.step()
+            rewirer.step()
+        kept.append([m.indices for m in model.modules() if isinstance(m, SparseConv2d)])
+    assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
