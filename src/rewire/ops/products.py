@@ -150,8 +150,8 @@ def rectify_gradient(dz: Tensor, z: Tensor) -> Tensor:
     kernels = native.kernels(z)
     if kernels is None or z.numel() == 0:
         return dz * (z > 0)
-    dz = layout.to_batch_last(dz)
-    dy = native.empty(kernels, tuple(z.shape), layout.strides(tuple(z.shape)), z)
+    dz = dz.contiguous() if z.is_contiguous() else layout.to_batch_last(dz)
+    dy = native.empty(kernels, tuple(z.shape), z.stride(), z)
     kernels.rectify_gradient(
         dz.data_ptr(), z.data_ptr(), dy.data_ptr(), z.numel(), native.threads()
     )
