@@ -73,7 +73,7 @@ class _Product(torch.autograd.Function):
             norm.read()
         # The gradient of a row-major input goes back to where rows are wanted.
         ctx.rows = x is not given and x.dim() == 2
-        return layout.to_row_major(y) if row_major and not ctx.by_rows else y
+        return layout.to_row_major(y) if row_major else y
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -100,8 +100,7 @@ def _by_rows(
 ) -> tuple[Tensor | None, ...]:
     """The gradients of input, values and bias of a row-major product."""
     needs = ctx.needs_input_grad[:3]
-    if not dy.is_contiguous():
-        dy = layout.to_row_major(dy)
+    dy = layout.to_row_major(dy)
     if ctx.probe is not None:
         dy, z = products.complete(dy, z, None), None
         ctx.probe(ctx.conv, layout.to_batch_last(x), layout.to_batch_last(dy))
