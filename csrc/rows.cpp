@@ -21,6 +21,14 @@ struct Panel {
         : first(at * width), len(std::min(width, batch - first)), tile{0, 0, 0, 0, 1, int32_t(len), 0, 1, 0, 1} {}
 };
 
+// panel[u][n] = x[n][u], some rows at a time: the processor reads ahead in no more of them at once.
+template <class T>
+void turn(const Table<T>& table, const T* x, int64_t step, int64_t rows, int64_t units, T* panel, int64_t width) {
+    const int64_t some = 16;
+    for (int64_t n = 0; n < rows; n += some)
+        table.transpose(x + n * step, step, panel + n, width, std::min(some, rows - n), units);
+}
+
 // The entries of the rows from `row` on.
 Entries entries_from(const int32_t* ptr, const int32_t* offset, int64_t row) { return {ptr + row, offset, 1, 1}; }
 
@@ -35,7 +43,7 @@ void sum_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const in
     parallel_for(panels * blocks, threads, [&](int64_t task) {
         const Panel panel(task / blocks, batch, width);
         const Scratch<T> source(units * width), result(kTurned * width);
-        table.transpose(x + panel.first * units, units, source.get(), width, panel.len, units);
+        turn(table, x + panel.first * units, units, panel.len, units, source.get(), width);
         const int64_t last = cuts[size_t(task % blocks + 1)];
         for (int64_t row = cuts[size_t(task % blocks)]; row < last; row += kTurned) {
             const int64_t count = std::min(kTurned, last - row);
@@ -102,11 +110,11 @@ void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const i
                 table.read(reading, 0, from, 0, passed.get(), 0, 1, panel.len * units);
                 from = passed.get();
             }
-            table.transpose(from, units, source.get(), width, panel.len, units);
+            turn(table, from, units, panel.len, units, source.get(), width);
             if (mine) add_columns(from, panel.len, units, mine);
             for (int64_t row = first; row < last; row += kTurned) {
                 const int64_t count = std::min(kTurned, last - row), at = panel.first * rows + row;
-                table.transpose(in.factor + at, rows, factor.get(), width, panel.len, count);
+                turn(table, in.factor + at, rows, panel.len, count, factor.get(), width);
                 T* const to = in.destination ? result.get() : nullptr;
                 const Dots<T> dots{entries_from(ptr, offset, row), weight, source.get(), width, factor.get(), to, width,
                                    sum, {}, nullptr, nullptr};
