@@ -15,6 +15,7 @@
 #include "limits.h"
 #include "memory.h"
 #include "parallel.h"
+#include "rows.h"
 #include "sampling.h"
 #include "topology.h"
 
@@ -132,6 +133,21 @@ void define(nb::module_& m) {
                      threads);
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+    m.def("forward_rows", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
+                             Address y, bool relu, int threads) {
+        forward_rows<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), at<T>(x),
+                        at<T>(y), relu, threads);
+    }, free);
+    m.def("input_gradient_rows", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
+                                    Address dy, Address dx, int threads) {
+        input_gradient_rows<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)},
+                               at<T>(values), at<T>(dy), at<T>(dx), threads);
+    }, free);
+    m.def("gradients_rows", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
+                               Address x, Address dy, Address z, Address dx, Address grad, Address bias, int threads) {
+        gradients_rows<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
+                          at<T>(x), at<T>(dy), at<T>(z), at<T>(dx), at<T>(grad), at<T>(bias), threads);
+    }, free);
     m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
         row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);
     }, free);

@@ -5,37 +5,11 @@
 #include <utility>
 #include <vector>
 
-#include "parallel.h"
+#include "deal.h"
 #include "plan.h"
-#include "scratch.h"
 
 namespace rewire {
 namespace {
-
-constexpr int64_t kGrain = 1 << 14;  // multiply-adds worth a second thread
-constexpr int64_t kManyConnections = 1 << 17;
-
-int worth(int64_t work, int threads) {
-    return int(std::max<int64_t>(1, std::min<int64_t>(threads, work / kGrain)));
-}
-
-// Calls body(first, last) for blocks of [0, count).
-template <class Body>
-void for_each_block(int64_t count, int threads, Body&& body) {
-    const int64_t block = 1 << 14;
-    parallel_for((count + block - 1) / block, threads,
-                 [&](int64_t b) { body(b * block, std::min(count, (b + 1) * block)); });
-}
-
-template <class T>
-Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int threads) {
-    Scratch<T> gathered(count);
-    T* out = gathered.get();
-    for_each_block(count, threads, [=](int64_t first, int64_t last) {
-        for (int64_t k = first; k < last; k++) out[k] = values[places[k]];
-    });
-    return gathered;
-}
 
 // A tensor, and what it is read through.
 template <class T>
@@ -230,12 +204,6 @@ class Affine {
     Scratch<T> scale_;
 };
 
-// How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
-// packs its window once per block.
-int64_t row_blocks(int64_t tasks, int threads) {
-    return tasks % threads == 0 || tasks >= 4 * threads ? 1 : (4 * threads + tasks - 1) / tasks;
-}
-
 template <class T>
 void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const Source<T>& source, int64_t rows,
              int64_t count, T* mean, T* variance, int threads) {
@@ -292,8 +260,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, cons
         return;
     }
     threads = worth((count + rows) * sweep.elements(), threads);
-    // Gradients of many connections are long: then rows are cut rather than kept more than twice.
-    const int64_t parts = std::min<int64_t>(count > kManyConnections ? 2 : 8, sweep.tasks());
+    const int64_t parts = gradient_parts(count, sweep.tasks());
     const int64_t taps = dots.entries.taps_h * dots.entries.taps_w;
     const auto cuts = cut_rows(dots.entries, rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
@@ -316,14 +283,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, cons
     });
     if (dots.sums) add_parts(norm_sums, parts, dots.sums);
     if (totals) add_parts(channel_sums, parts, totals);
-    const T* all = sums.get();
-    for_each_block(count, threads, [=](int64_t first, int64_t last) {
-        for (int64_t e = first; e < last; e++) {
-            T sum = all[e];
-            for (int64_t part = 1; part < parts; part++) sum += all[part * count + e];
-            grad[places ? places[e] : e] = sum;
-        }
-    });
+    join_parts(sums.get(), parts, count, places, grad, threads);
 }
 
 Memory input(const Geometry& g) {

@@ -61,11 +61,14 @@ class SparseLinear(SparseLayer):
             return self._sequences(x)
 
     def _samples(self, x: Tensor) -> Tensor:
-        """One leading dimension: the output, or its promise while a converted model runs."""
+        """One leading dimension: the output, or its promise while a converted model runs. Inside a model
+        it is batch-last, for what follows; a layer by itself answers in the memory it was given."""
         layer, shape = (self.values, self.bias, self.topology), (x.shape[0], self.out_features)
         probe = self.probe
         if not promises.worthwhile(shape, x, self.values):
-            return ops.linear(x, *layer, probe=probe)
+            inside = promises.running() or torch.compiler.is_compiling()
+            row_major = not inside and x.is_contiguous()
+            return ops.linear(x, *layer, row_major=row_major, probe=probe)
         return promises.promise(
             shape,
             (x, *self._parameters_used()),
@@ -74,25 +77,18 @@ class SparseLinear(SparseLayer):
 
     def _sequences(self, x: Tensor) -> Tensor:
         """Any number of leading dimensions. What surrounds such a layer (normalisation, attention)
-        wants rows; only an activation function may stay in the memory of the kernels."""
+        wants rows."""
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         shape = (*x.shape[:-1], self.out_features)
         layer, probe = (self.values, self.bias, self.topology), self.probe
 
-        def row_major() -> Tensor:
-            return ops.linear(rows, *layer, row_major=True, probe=probe).view(shape)
-
-        def batch_last(relu: bool = False) -> Tensor:
-            return ops.linear(rows, *layer, relu=relu, probe=probe).view(shape)
+        def compute(rectify: bool, _: bool = False) -> Tensor:
+            y = ops.linear(rows, *layer, row_major=True, relu=rectify, probe=probe)
+            return y.view(shape)
 
         if not promises.worthwhile(shape, x, self.values):
-            return row_major()
-        return promises.promise(
-            shape,
-            (x, *self._parameters_used()),
-            lambda rectify, _: batch_last(relu=True) if rectify else row_major(),
-            activated=batch_last,
-        )
+            return compute(False)
+        return promises.promise(shape, (x, *self._parameters_used()), compute, row_major=True)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"

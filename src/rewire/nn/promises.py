@@ -52,13 +52,11 @@ class _State:
         reads: tuple[Tensor, ...],
         compute: Compute,
         add: Callable[[Tensor], Compute] | None,
-        activated: Callable[[], Tensor] | None,
         measure: Callable[[Moments], Tensor] | None,
         norm: Norm | None,
         leaves: Owed | None,
     ) -> None:
-        self.shape, self.reads, self.compute = shape, reads, compute
-        self.add, self.activated = add, activated
+        self.shape, self.reads, self.compute, self.add = shape, reads, compute, add
         self.measure, self.norm, self.leaves = measure, norm, leaves
         self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
@@ -264,10 +262,6 @@ class Pending(torch.Tensor):
         if func in _RECTIFY and isinstance(first, Pending):
             in_place = func in _IN_PLACE or bool(args[1:] and args[1])
             return first._rectify(in_place or bool(kwargs.get("inplace")))
-        if func in _POINTWISE and isinstance(first, Pending):
-            state = first._state
-            if state.activated is not None and state.computed is None:
-                return func(state.run(state.activated), *args[1:], **kwargs)
         if func in _ADD and len(args) == 2 and not kwargs:
             if isinstance(first, Pending):
                 result = first._plus(args[1], func in _IN_PLACE)
@@ -291,7 +285,7 @@ def promise(
     reads: tuple[Tensor, ...],
     compute: Compute,
     add: Callable[[Tensor], Compute] | None = None,
-    activated: Callable[[], Tensor] | None = None,
+    row_major: bool = False,
     measure: Callable[[Moments], Tensor] | None = None,
     norm: Norm | None = None,
     leaves: Owed | None = None,
@@ -304,8 +298,7 @@ def promise(
         compute: gives the result, plain or rectified; in panels only where they are welcome and fit, or
             where it reads them.
         add: gives ``compute`` for the sum with another tensor, if that can be taken in.
-        activated: gives the result in memory that pointwise functions may keep, where the plain
-            result is row-major; else it is batch-last.
+        row_major: whether the result is; else it is batch-last.
         measure: gives the plain result and writes its moments.
         norm: the batch norm that this is the output of, ``reads[0]`` being its input.
         leaves: to whom a part of the gradient of ``reads[0]`` may be left.
@@ -313,7 +306,7 @@ def promise(
     x, grad = reads[0], torch.is_grad_enabled()
     if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
         return channels.from_panels(compute(False, False))
-    strides = layout.strides(shape) if activated is None else layout.contiguous_strides(shape)
+    strides = layout.contiguous_strides(shape) if row_major else layout.strides(shape)
 
     def make() -> Pending:
         pending: Pending = torch.Tensor._make_wrapper_subclass(
@@ -321,7 +314,7 @@ def promise(
         )
         return pending
 
-    state = _State(shape, reads, compute, add, activated, measure, norm, leaves)
+    state = _State(shape, reads, compute, add, measure, norm, leaves)
     linked = grad and (x.requires_grad or any(tensor.requires_grad for tensor in reads))
     pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
@@ -376,10 +369,6 @@ _TOO_LATE = (
 )
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
-_POINTWISE = {
-    *(F.gelu, F.silu, F.elu, F.selu, F.celu, F.leaky_relu, F.mish, F.hardswish, F.softplus),
-    *(torch.tanh, Tensor.tanh, torch.sigmoid, Tensor.sigmoid, F.tanh, F.sigmoid),
-}
 _ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
 _IN_PLACE = {F.relu_, torch.relu_, Tensor.relu_, Tensor.add_, Tensor.__iadd__}
 

@@ -19,6 +19,7 @@ from rewire.ops import (
     operators,  # noqa: F401 (registers them)
     products,
     recording,
+    rows,
 )
 from rewire.ops.channels import Moments, Norm
 from rewire.ops.products import LINEAR
@@ -57,8 +58,12 @@ class _Product(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         row_major, relu, moments, norm, ctx.probe, panels = extras
-        given, x = x, layout.ready(x)
-        y = products.forward(conv, x, values, bias, topology, relu, norm, moments, panels)
+        given, ctx.by_rows = x, row_major and rows.usable(x)
+        if ctx.by_rows:
+            y = rows.forward(x, values, bias, topology, relu)
+        else:
+            x = layout.ready(x)
+            y = products.forward(conv, x, values, bias, topology, relu, norm, moments, panels)
         kept = (None,) * 4 if norm is None else norm[:4]
         ctx.owed = None if moments is None else moments.owed
         if ctx.owed is not None:
@@ -77,6 +82,8 @@ class _Product(torch.autograd.Function):
         x, values, z, *rest = ctx.saved_tensors
         topology = Topology(*rest[4:])
         needs = ctx.needs_input_grad[:5]
+        if ctx.by_rows:
+            return *_by_rows(ctx, dy, x, values, z, topology), *(None,) * 5
         norm = None if ctx.norm is None else Norm(*rest[:4], *ctx.norm)
         owed = None if ctx.owed is None else ctx.owed.take(dy)
         if ctx.probe is not None:
@@ -87,6 +94,19 @@ class _Product(torch.autograd.Function):
             grads[0] = layout.to_row_major(grads[0])
         kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))
         return *kept_grads, None, None, None
+
+
+def _by_rows(
+    ctx: Any, dy: Tensor, x: Tensor, values: Tensor, z: Tensor | None, topology: Topology
+) -> tuple[Tensor | None, ...]:
+    """The gradients of input, values and bias of a row-major product."""
+    needs = ctx.needs_input_grad[:3]
+    dy = layout.to_row_major(dy)
+    if ctx.probe is not None:
+        dy, z = products.complete(dy, z, None), None
+        ctx.probe(ctx.conv, layout.to_batch_last(x), layout.to_batch_last(dy))
+    grads = rows.backward(dy, x, values, topology, needs, z)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
 def _product(
@@ -104,6 +124,8 @@ def _product(
         affine = (None, None) if norm is None else norm[:2]
         result: Tensor = recording.apply(_Product, x, values, bias, *affine, topology, conv, extras)
         return result
+    if row_major and rows.usable(x):
+        return rows.forward(x, values, bias, topology, relu)
     x = layout.ready(x)
     y = products.forward(conv, x, values, bias, topology, relu, norm, moments, panels)
     return layout.to_row_major(y) if row_major else y

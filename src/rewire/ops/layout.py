@@ -81,9 +81,9 @@ def to_batch_last(x: Tensor) -> Tensor:
 
 
 def to_row_major(x: Tensor) -> Tensor:
-    """A contiguous copy of a batch-last tensor."""
+    """``x`` itself if it is contiguous, else a contiguous copy."""
     kernels = native.kernels(x)
-    if kernels is None or not is_batch_last(x) or x.numel() == 0:
+    if kernels is None or x.is_contiguous() or not is_batch_last(x):
         return x.contiguous()
     out = native.empty(kernels, tuple(x.shape), contiguous_strides(tuple(x.shape)), x)
     batch = x.shape[0]

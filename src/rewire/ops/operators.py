@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.ops import layout, products
+from rewire.ops import layout, products, rows
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
@@ -47,6 +47,8 @@ def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -
     products.check_dims(x, 2, "linear")
     products.refuse_tangents()
     products.check(LINEAR, x, values, bias, a)
+    if row_major and rows.usable(x):
+        return rows.forward(x, values, bias, a)
     y = products.forward(LINEAR, layout.to_batch_last(x), values, bias, a)
     return layout.to_row_major(y) if row_major else y
 

@@ -168,7 +168,9 @@ def rectify_gradient(dz: Tensor, z: Tensor) -> Tensor:
     kernels = native.kernels(z)
     if kernels is None or z.numel() == 0:
         return dz * (z > 0)
-    dz, dy = layout.as_in(dz, z), layout.empty_like(kernels, z)
+    rows = z.dim() == 2 and z.is_contiguous()
+    dz = dz.contiguous() if rows else layout.as_in(dz, z)
+    dy = native.empty(kernels, tuple(z.shape), z.stride(), z)
     kernels.rectify_gradient(
         dz.data_ptr(), z.data_ptr(), dy.data_ptr(), z.numel(), native.threads()
     )
