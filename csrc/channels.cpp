@@ -150,9 +150,10 @@ template <class T>
 void drop_out(const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y, int threads) {
     const auto limit = uint64_t(probability * 4294967296.0);  // of the 2^32 values of half a word
     pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i++) {
+        for (int64_t i = begin; i < end; i += 2) {
             const uint64_t word = mixed(seed + uint64_t(i / 2) * 0x9E3779B97F4A7C15u);
-            y[i] = (i % 2 ? word >> 32 : word & 0xFFFFFFFFu) < limit ? T(0) : x[i] * T(scale);
+            y[i] = (word & 0xFFFFFFFFu) < limit ? T(0) : x[i] * T(scale);
+            if (i + 1 < end) y[i + 1] = word >> 32 < limit ? T(0) : x[i + 1] * T(scale);
         }
     });
 }

@@ -68,10 +68,8 @@ def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] |
         return None
     assert isinstance(conv, SparseConv2d)
     assert isinstance(bn, nn.BatchNorm2d)
-    if not _fit(conv, bn):
-        return None
     with torch._C.DisableTorchFunction():
-        measured = conv.measured(x)
+        measured = conv.measured(x) if _fit(conv, bn) else None
         if measured is None:
             return None
         y, moments = measured
