@@ -152,8 +152,8 @@ void drop_out(const T* x, int64_t len, double probability, double scale, uint64_
     pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) {
         for (int64_t i = begin; i < end; i += 2) {
             const uint64_t word = mixed(seed + uint64_t(i / 2) * 0x9E3779B97F4A7C15u);
-            y[i] = (word & 0xFFFFFFFFu) < limit ? T(0) : x[i] * T(scale);
-            if (i + 1 < end) y[i + 1] = word >> 32 < limit ? T(0) : x[i + 1] * T(scale);
+            y[i] = x[i] * (T((word & 0xFFFFFFFFu) >= limit) * T(scale));  // no branch: it could not be foreseen
+            if (i + 1 < end) y[i + 1] = x[i + 1] * (T(word >> 32 >= limit) * T(scale));
         }
     });
 }
