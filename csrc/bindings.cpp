@@ -172,9 +172,9 @@ void define(nb::module_& m) {
     m.def("batch_norm", [](const BatchNorm<T>& p, Address x, Address residual, Address z, int threads) {
         batch_norm<T>(table<T>(), p, at<T>(x), at<T>(residual), at<T>(z), threads);
     }, free);
-    m.def("batch_norm_gradient", [](const BatchNorm<T>& p, Address x, Address z, Address dz, Address dx,
+    m.def("batch_norm_gradient", [](const BatchNorm<T>& p, Address x, Address z, Address dz, Address more, Address dx,
                                     Address dresidual, Address dweight, Address dbias, Address factors, int threads) {
-        batch_norm_gradient<T>(table<T>(), p, at<T>(x), at<T>(z), at<T>(dz), at<T>(dx), at<T>(dresidual),
+        batch_norm_gradient<T>(table<T>(), p, at<T>(x), at<T>(z), at<T>(dz), at<T>(more), at<T>(dx), at<T>(dresidual),
                                {at<T>(dweight), at<T>(dbias), at<T>(factors)}, threads);
     }, free);
     m.def("settle_gradient", [](Address g, Address x, Address factors, int64_t channels, int64_t len, int64_t panels,

@@ -60,7 +60,7 @@ void subtract_means(const Table<T>& table, const BatchNorm<T>& p, int64_t c, con
     const Runs runs = runs_of(p);
     for (int64_t k = 0; k < p.panels; k++) {
         T* d = dx + runs.at(c, k);
-        table.norm_gradient(norm_grad(p, c, false), sums, runs.len(), x + runs.at(c, k), nullptr, d, d, nullptr);
+        table.norm_gradient(norm_grad(p, c, false), sums, runs.len(), x + runs.at(c, k), nullptr, d, nullptr, d, nullptr);
     }
 }
 
@@ -103,8 +103,8 @@ void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const 
 }
 
 template <class T>
-void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* z, const T* dz, T* dx,
-                         T* dresidual, const NormGradients<T>& out, int threads) {
+void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* z, const T* dz,
+                         const T* more, T* dx, T* dresidual, const NormGradients<T>& out, int threads) {
     const Runs runs = runs_of(p);
     for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
         const NormGrad<T> grad = norm_grad(p, c, p.relu);
@@ -112,15 +112,15 @@ void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* 
         for (int64_t k = 0; k < p.panels; k++) {
             const int64_t at = runs.at(c, k);
             double mine[2];
-            table.norm_sums(grad, runs.len(), x + at, z ? z + at : nullptr, dz + at,
+            table.norm_sums(grad, runs.len(), x + at, z ? z + at : nullptr, dz + at, more ? more + at : nullptr,
                             out.factors && dresidual ? dresidual + at : nullptr, mine);
             for (int q = 0; q < 2; q++) sums[q] += mine[q];
         }
         from_sums(p, c, sums, out);
         for (int64_t k = 0; k < p.panels && !out.factors; k++) {
             const int64_t at = runs.at(c, k);
-            table.norm_gradient(grad, sums, runs.len(), x + at, z ? z + at : nullptr, dz + at, dx + at,
-                                dresidual ? dresidual + at : nullptr);
+            table.norm_gradient(grad, sums, runs.len(), x + at, z ? z + at : nullptr, dz + at,
+                                more ? more + at : nullptr, dx + at, dresidual ? dresidual + at : nullptr);
         }
     });
 }
@@ -200,8 +200,8 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
     template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, T*, int);                   \
     template void track<T>(const T*, const T*, int64_t, double, double, T*, T*);                                   \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
-    template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*, T*, T*,\
-                                         const NormGradients<T>&, int);                                             \
+    template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*,    \
+                                         const T*, T*, T*, const NormGradients<T>&, int);                           \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \

@@ -47,11 +47,11 @@ struct NormGradients {
     T* factors;        // or null
 };
 
-// `z` is the output where a residual was added before rectifying, null otherwise. `dresidual` receives g,
-// or is null. With factors nothing is written to dx.
+// `z` is the output where a residual was added before rectifying, null otherwise. The output's gradient is dz,
+// plus `more` unless that is null. `dresidual` receives g, or is null. With factors nothing is written to dx.
 template <class T>
-void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const T* z, const T* dz, T* dx,
-                         T* dresidual, const NormGradients<T>&, int threads);
+void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const T* z, const T* dz, const T* more,
+                         T* dx, T* dresidual, const NormGradients<T>&, int threads);
 
 // The same where g is in dx already, with sums[2*c] of it and sums[2*c + 1] of it times x - mean over each
 // channel; dx is changed in place.

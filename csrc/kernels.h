@@ -123,11 +123,12 @@ struct Table {
     double (*read_pieces)(const T* from, const int32_t* order, int64_t count);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
-    // sums = (sum of g, sum of g * xhat), g = dz where z was not cut off (z null: recomputed from x); g is
-    // written unless null
-    void (*norm_sums)(const NormGrad<T>&, int64_t len, const T* x, const T* z, const T* dz, T* g, double* sums);
+    // sums = (sum of g, sum of g * xhat), g = dz (plus `more`, unless null) where z was not cut off (z null:
+    // recomputed from x); g is written unless null
+    void (*norm_sums)(const NormGrad<T>&, int64_t len, const T* x, const T* z, const T* dz, const T* more, T* g,
+                      double* sums);
     void (*norm_gradient)(const NormGrad<T>&, const double* sums, int64_t len, const T* x, const T* z, const T* dz,
-                          T* dx, T* dresidual);
+                          const T* more, T* dx, T* dresidual);
     // of x, or of its batch norm
     void (*max_pool)(const Pool&, const Norm<T>*, const T* x, T* y, uint8_t* which);
     // what passes the rectifier of the batch norm, and its sums as above

@@ -75,15 +75,17 @@ void normalize(const Norm<T>& p, const T* x, const T* residual, T* z) {
 
 // The gradient that passes the rectifier: by the output if it was kept, else by computing it again.
 template <class T>
-REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T* dz, int64_t i, int n) {
-    const Vec<T> g = get(dz + i, n);
+REWIRE_INLINE Vec<T> passed(const NormGrad<T>& p, Vec<T> x, const T* z, const T* dz, const T* more, int64_t i, int n) {
+    Vec<T> g = get(dz + i, n);
+    if (more) g += get(more + i, n);
     if (!p.relu) return g;
     const Vec<T> out = z ? get(z + i, n) : x * p.scale + p.shift;
     return out <= Vec<T>{} ? Vec<T>{} : g;
 }
 
 template <class T>
-void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const T* dz, T* to, double* sums) {
+void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const T* dz, const T* more, T* to,
+               double* sums) {
     constexpr int lanes = kLanes<T>;
     constexpr int64_t block = 256 * lanes;
     double sum_g = 0, sum_gx = 0;
@@ -92,7 +94,7 @@ void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const 
         Vec<T> a = {}, b = {};
         for_each_vector<T>(len, [&](int64_t i, int n) {
             const Vec<T> v = get(x + start + i, n);
-            const Vec<T> g = passed(p, v, z, dz, start + i, n);
+            const Vec<T> g = passed(p, v, z, dz, more, start + i, n);
             if (to) put(to + start + i, g, n);
             a += g;
             b += g * ((v - p.mean) * p.inverse_std);
@@ -105,13 +107,13 @@ void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const 
 }
 
 template <class T>
-void norm_gradient(const NormGrad<T>& p, const double* sums, int64_t len, const T* x, const T* z, const T* dz, T* dx,
-                   T* dresidual) {
+void norm_gradient(const NormGrad<T>& p, const double* sums, int64_t len, const T* x, const T* z, const T* dz,
+                   const T* more, T* dx, T* dresidual) {
     const T mean_g = p.training ? T(sums[0] / double(p.len)) : T(0);
     const T mean_gx = p.training ? T(sums[1] / double(p.len)) * p.inverse_std : T(0);
     for_each_vector<T>(len, [&](int64_t i, int n) {
         const Vec<T> v = get(x + i, n);
-        const Vec<T> g = passed(p, v, z, dz, i, n);
+        const Vec<T> g = passed(p, v, z, dz, more, i, n);
         if (dresidual) put(dresidual + i, g, n);
         put(dx + i, (p.training ? g - mean_g - (v - p.mean) * mean_gx : g) * p.scale, n);
     });

@@ -1,5 +1,7 @@
 """Images in panels, which our layers make for each other: everything is as in batch-last memory."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -147,6 +149,50 @@ def test_a_probe_sees_ordinary_images() -> None:
     assert [tuple(t.shape) for t in seen[0]] == [tuple(t.shape) for t in seen[1]]
     for ours, right in zip(*seen, strict=True):
         assert_close(ours, right, 1e-9)
+
+
+def block(m: Any, x: Tensor, rectify: bool = True) -> Tensor:
+    total = m.bn2(m.conv2(x)) + x
+    return F.relu(total) if rectify else total
+
+
+RESIDUALS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "in a row": lambda m, x: block(m, block(m, block(m, x))),
+    "not rectified": lambda m, x: block(m, block(m, x, False), False),
+    "of what is not rectified": lambda m, x: block(m, F.relu(block(m, x, False))),
+    "by a sum alone": lambda m, x: F.relu(m.bn2(m.conv2(x)) + block(m, x)),
+    "by two sums": lambda m, x: (z := block(m, x), block(m, m.bn2(m.conv2(z)) + z) + z)[1],
+    "by nobody": lambda m, x: (block(m, x), m.bn2(m.conv2(x)))[1],
+    "seen": lambda m, x: (z := block(m, x), block(m, z), z * 2, z),
+    "seen first": lambda m, x: (z := block(m, x), z.sigmoid(), block(m, z)),
+    "pooled": lambda m, x: F.max_pool2d(block(m, block(m, x)), 2),
+    "with itself": lambda m, x: (z := block(m, x), F.relu(m.bn2(z) + z))[1],
+}
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.usefixtures("promise_always")
+def test_residual_sums(name: str) -> None:
+    """Their results have a second output for the next sum, whose gradient comes by itself."""
+    assert_same(Net(lambda m, x: RESIDUALS[name](m, F.relu(m.bn(m.conv(x))))))
+
+
+@pytest.mark.usefixtures("promise_always")
+def test_a_residual_sum_without_a_backward_pass_is_not_kept() -> None:
+    model = Net(lambda m, x: block(m, block(m, F.relu(m.bn(m.conv(x))))))
+    fuse(model)
+    gc.collect()
+    gc.disable()
+    try:
+        out = model(normal(8, 3, 6, 6))
+        node = weakref.ref(out.grad_fn)
+        alive = [weakref.ref(t) for t in gc.get_objects() if type(t) is Tensor and t.dim() == 5]
+        assert alive
+        del out
+        assert node() is None
+        assert not any(t() is not None for t in alive)
+    finally:
+        gc.enable()
 
 
 def held(body: Callable[[Any, Tensor, Any], Any]) -> tuple[Any, Any]:

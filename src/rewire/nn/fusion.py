@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 
 from rewire.nn import units
 from rewire.nn.promises import (
-    Compute,
     Pending,
     Promises,
     begin,
@@ -27,6 +26,7 @@ from rewire.nn.promises import (
     hooked,
     inner,
     kept,
+    kinds,
     normalized,
     promise,
     settled,
@@ -71,13 +71,10 @@ def _batch_norm(
 
     norm = Norm(weight, bias, mean, variance, training, eps, owed=owed)
 
-    def plus(residual: Tensor | None) -> Compute:
-        return lambda rectify, _: channels.batch_norm(input, norm._replace(relu=rectify), residual)
-
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
     shape = layout.image_shape(input)
-    return promise(shape, present, plus(None), plus, norm=norm, leaves=owed)
+    return promise(shape, present, *kinds(input, norm), norm=norm, leaves=owed)
 
 
 def _max_pool2d(

@@ -16,7 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +26,9 @@ from torch.utils import _pytree as pytree
 from rewire.ops import channels, layout, recording
 from rewire.ops.channels import Moments, Norm, Owed
 
-Compute = Callable[[bool, bool], Tensor]  # rectify, whether panels are welcome -> result
+Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
+Compute = Callable[[bool, bool], Result]  # rectify, whether panels are welcome -> result
+R = TypeVar("R")
 _WORTHWHILE = 1 << 15  # elements of an output
 
 
@@ -61,6 +63,7 @@ class _State:
         self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
         self.computed: Tensor | None = None
+        self.twin: Tensor | None = None  # of what was computed
         self.result: Tensor | None = None
         self.owed = Owed()  # to who reads what was computed
         self.replaced = False
@@ -72,12 +75,15 @@ class _State:
         """Whether the batch fills panels."""
         return layout.panel_shape(self.shape, self.reads[0]) is not None
 
-    def run(self, compute: Callable[[], Tensor]) -> Tensor:
+    def run(self, compute: Callable[[], Result]) -> Tensor:
         """Compute as if at the time of the promise."""
         self.check()
-        return self._then(compute)
+        result = self._then(compute)
+        if isinstance(result, tuple):
+            result, self.twin = result
+        return result
 
-    def _then(self, compute: Callable[[], Tensor]) -> Tensor:
+    def _then(self, compute: Callable[[], R]) -> R:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is not None:  # set for what comes later
             torch._C._autograd._pop_saved_tensors_default_hooks()
@@ -122,6 +128,14 @@ class _State:
         self.read_inside = self.read_inside or layout.is_panels(self.computed)
         return self._read(self.computed)
 
+    def beside(self) -> Tensor:
+        """The same for a residual sum, which reads a twin if there is one."""
+        computed, twin = self.inner(), self.twin
+        if twin is None or computed is not self.computed:
+            return computed
+        self.twin = None
+        return twin
+
     def hook(self, function: Callable[[Tensor], Tensor | None]) -> Any:
         """Call a hook with the gradient of what our layers have read."""
         computed = self.computed
@@ -147,7 +161,12 @@ class _State:
         """The result with a graph of its own: that of the other may be gone in a backward pass."""
         if self.result is not None and _version(self.result):
             return self.settle()
-        return self.run(lambda: channels.from_panels(self.compute(False, False)))
+        self.check()
+        return self._then(lambda: channels.from_panels(_alone(self.compute(False, False))))
+
+
+def _alone(result: Result) -> Tensor:
+    return result[0] if isinstance(result, tuple) else result
 
 
 class _Link(torch.autograd.Function):
@@ -226,7 +245,7 @@ class Pending(torch.Tensor):
             if other.shape != state.shape or other.dtype != state.reads[0].dtype:
                 return NotImplemented
             if isinstance(other, Pending):
-                other = other._state.inner()
+                other = other._state.beside()
             elif not other.is_cpu or not layout.prefers_batch_last(other):
                 return NotImplemented
             state.check()
@@ -305,7 +324,7 @@ def promise(
     """
     x, grad = reads[0], torch.is_grad_enabled()
     if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
-        return channels.from_panels(compute(False, False))
+        return channels.from_panels(_alone(compute(False, False)))
     strides = layout.contiguous_strides(shape) if row_major else layout.strides(shape)
 
     def make() -> Pending:
@@ -323,6 +342,18 @@ def promise(
     return pending
 
 
+def kinds(x: Tensor, norm: Norm) -> tuple[Compute, Callable[[Tensor], Compute]]:
+    """What the batch norm of ``x`` may become: plain or rectified, alone or with a residual."""
+
+    def rectified(rectify: bool) -> Norm:
+        return norm._replace(relu=rectify or norm.relu)
+
+    def plus(residual: Tensor) -> Compute:
+        return lambda rectify, _: channels.residual_sum(x, rectified(rectify), residual)
+
+    return lambda rectify, _: channels.batch_norm(x, rectified(rectify)), plus
+
+
 def kept(result: Tensor, source: Any) -> Tensor:
     """What one of our layers has computed from ``source``, for the next one: what is in panels looks
     like a promise."""
@@ -333,6 +364,8 @@ def kept(result: Tensor, source: Any) -> Tensor:
     pending = promise(layout.image_shape(result), (result,), lambda *_: result)
     if isinstance(pending, Pending):
         pending._state.computed = result
+        if isinstance(source, Pending):
+            pending._state.twin, source._state.twin = source._state.twin, None
     return pending
 
 

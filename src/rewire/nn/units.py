@@ -18,7 +18,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from rewire.nn import promises
 from rewire.nn.conv import SparseConv2d
-from rewire.nn.promises import kept, promise
+from rewire.nn.promises import kept, kinds, promise
 from rewire.ops import channels, layout, pooling
 from rewire.ops.channels import Moments, Norm
 
@@ -81,15 +81,9 @@ def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] |
             if pooled is not None:
                 return pooled, end + 1
         reads = tuple(t for t in (y, bn.weight, bn.bias) if t is not None)
-        shape, leaves = layout.image_shape(y), moments.owed
-
-        def plus(residual: Tensor | None) -> promises.Compute:
-            return lambda rectify, _: channels.batch_norm(
-                y, norm._replace(relu=rectify or norm.relu), residual
-            )
-
+        shape, (compute, plus) = layout.image_shape(y), kinds(y, norm)
         add = None if norm.relu else plus
-        return promise(shape, reads, plus(None), add, norm=norm, leaves=leaves), end
+        return promise(shape, reads, compute, add, norm=norm, leaves=moments.owed), end
 
 
 def _fit(conv: SparseConv2d, bn: nn.BatchNorm2d) -> bool:

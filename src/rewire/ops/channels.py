@@ -130,21 +130,30 @@ class _BatchNorm(torch.autograd.Function):
         bias: Tensor | None,
         residual: Tensor | None,
         norm: Norm,
-    ) -> Tensor:
+        twice: bool,
+    ) -> Any:
         z = _batch_norm(x, residual, norm)
         kept = z if residual is not None and norm.relu else None
         ctx.save_for_backward(x, weight, bias, norm.mean, norm.variance, kept)
         ctx.options = norm[4:]
+        ctx.set_materialize_grads(False)
         norm.read()
-        return z
+        return (z, z.detach()) if twice else z
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dz: Tensor) -> Any:
+    def backward(ctx: Any, dz: Tensor | None, more: Tensor | None = None) -> Any:
         x, weight, bias, mean, variance, z = ctx.saved_tensors
+        if dz is None:
+            dz, more = more, None
+        if dz is None:
+            return (None,) * 6
         kernels = native.module().f32 if x.dtype == torch.float32 else native.module().f64
         norm = Norm(weight, bias, mean, variance, *ctx.options)
         dz = layout.as_in(dz, x)
+        more = None if more is None else layout.as_in(more, x)
+        if more is not None and not norm.relu:
+            dz, more = dz + more, None
         factors = norm.factors()
         # What passes the rectifier, which is also the residual's gradient: dz itself if there is none.
         passed: Tensor | None = dz
@@ -159,7 +168,8 @@ class _BatchNorm(torch.autograd.Function):
         dweight, dbias = (torch.empty_like(mean) for _ in range(2))
         kernels.batch_norm_gradient(
             *(norm.kernel(kernels, x), x.data_ptr(), native.address(z)),
-            *(dz.data_ptr(), dx.data_ptr(), native.address(passed) if norm.relu else 0),
+            *(dz.data_ptr(), native.address(more), dx.data_ptr()),
+            native.address(passed) if norm.relu else 0,
             *(dweight.data_ptr(), dbias.data_ptr(), native.address(factors), native.threads()),
         )
         return (
@@ -167,6 +177,7 @@ class _BatchNorm(torch.autograd.Function):
             dweight if weight is not None else None,
             dbias if bias is not None else None,
             passed if ctx.needs_input_grad[3] else None,
+            None,
             None,
         )
 
@@ -236,6 +247,18 @@ def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
 
 def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
     """``relu(batch_norm(x) + residual)``, for an ``x`` that :func:`can_batch_norm` has accepted."""
+    result: Tensor = _apply(x, norm, residual, False)
+    return result
+
+
+def residual_sum(x: Tensor, norm: Norm, residual: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+    """The same, where ``x`` is in panels twice: two outputs in one memory, for two readers whose
+    gradients autograd then need not add up. The kernel does, as it reads them."""
+    result: Tensor | tuple[Tensor, Tensor] = _apply(x, norm, residual, layout.is_panels(x))
+    return result
+
+
+def _apply(x: Tensor, norm: Norm, residual: Tensor | None, twice: bool) -> Any:
     if residual is not None:
         same = layout.image_shape(residual) == layout.image_shape(x)
         if not same or residual.dtype != x.dtype:
@@ -245,7 +268,7 @@ def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
         )
     tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return apply(_BatchNorm, *tensors, norm)
+        return apply(_BatchNorm, *tensors, norm, twice)
     return _batch_norm(x, residual, norm)
 
 
