@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rewire
 from fused import assert_close, assert_same, marks, normal, plain
-from rewire import SparseConv2d
+from rewire import SparseConv2d, SparseLinear
 from rewire.nn import units
 from rewire.nn.fusion import fuse, unfuse
 
@@ -26,6 +26,10 @@ def conv(n_in: int, n_out: int, kernel: int = 3, **options: Any) -> SparseConv2d
         sparsity=0.5,
         generator=torch.Generator().manual_seed(n_in),
     )
+
+
+def linear(n_in: int, n_out: int) -> SparseLinear:
+    return SparseLinear(n_in, n_out, sparsity=0.5, generator=torch.Generator().manual_seed(n_in))
 
 
 def norm(channels: int, **options: Any) -> nn.BatchNorm2d:
@@ -48,6 +52,16 @@ SEQUENCES: dict[str, tuple[list[nn.Module], int]] = {  # and how many units ther
     "another activation": ([conv(3, 6), norm(6), nn.SiLU(), conv(6, 6), norm(6), nn.GELU()], 2),
     "strides": ([conv(3, 6, stride=2), norm(6), nn.ReLU(), conv(6, 4, 1), norm(4)], 2),
     "no batch norm": ([conv(3, 6), nn.ReLU(), conv(6, 6), nn.Sigmoid()], 0),
+    "rectified alone": ([conv(3, 6), nn.ReLU(), nn.MaxPool2d(2), conv(6, 6), nn.ReLU(True)], 0),
+    "rectified at the end": ([conv(3, 6), norm(6), conv(6, 6), nn.ReLU()], 1),
+    "classifier": (
+        [
+            *(conv(3, 6), nn.ReLU(), nn.Flatten(), linear(384, 20), nn.ReLU(inplace=True)),
+            *(linear(20, 10), nn.ReLU(), linear(10, 4)),
+        ],
+        0,
+    ),
+    "sequences": ([linear(8, 6), nn.ReLU(), linear(6, 5), nn.ReLU()], 0),  # of the last dimension
     "batch norm first": ([norm(3), nn.ReLU(), conv(3, 6), norm(6), nn.ReLU()], 1),
     "nested": (
         [nn.Sequential(conv(3, 6), norm(6), nn.ReLU()), nn.Sequential(conv(6, 6), norm(6))],

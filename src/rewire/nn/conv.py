@@ -184,6 +184,17 @@ class SparseConv2d(SparseLayer, ConvShape):
     def measured(self, x: Tensor) -> tuple[Tensor, Moments] | None:
         """What a batch norm that follows at once needs of the output, in a running model; None where it
         has to be asked for as usual."""
+        mean, variance = (torch.empty(self.out_channels, dtype=self.values.dtype) for _ in range(2))
+        moments = Moments(mean, variance, Owed())
+        y = self._at_once(x, moments=moments)
+        return None if y is None else (y, moments)
+
+    def rectified(self, x: Tensor) -> Tensor | None:
+        """The same for a rectifier."""
+        return self._at_once(x, relu=True)
+
+    def _at_once(self, x: Tensor, **extras: Any) -> Tensor | None:
+        """The output, maybe in panels; None where a promise has to be made, or nothing can be."""
         if x.dim() != 4 or self._pad_first is not None:
             return None
         self._check_image(x)
@@ -195,10 +206,8 @@ class SparseConv2d(SparseLayer, ConvShape):
             return None
         layer = (self.values, self.bias, self.topology)
         products.check(conv, image, *layer)
-        mean, variance = (torch.empty(n_out, dtype=image.dtype) for _ in range(2))
-        moments = Moments(mean, variance, Owed())
-        extras: dict[str, Any] = {"moments": moments, "norm": norm, "probe": self.probe}
-        return ops.conv2d(image, *layer, conv, **extras, checked=True, panels=True), moments
+        extras |= {"norm": norm, "probe": self.probe, "checked": True, "panels": True}
+        return ops.conv2d(image, *layer, conv, **extras)
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the

@@ -60,6 +60,15 @@ class SparseLinear(SparseLayer):
                 return self._samples(x)
             return self._sequences(x)
 
+    def rectified(self, x: Tensor) -> Tensor | None:
+        """The output for a rectifier that follows at once, in a running model; None where it has to be
+        asked for as usual."""
+        x = promises.settled(x)
+        if x.dim() != 2 or x.shape[1] != self.in_features:
+            return None
+        layer = (self.values, self.bias, self.topology)
+        return ops.linear(x, *layer, relu=True, probe=self.probe)
+
     def _samples(self, x: Tensor) -> Tensor:
         """One leading dimension: the output, or its promise while a converted model runs. Inside a model
         it is batch-last, for what follows; a layer by itself answers in the memory it was given."""

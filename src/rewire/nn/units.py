@@ -1,4 +1,4 @@
-"""Convolution, batch norm, rectifier and pooling as one step, where they follow each other in an
+"""Layer, batch norm, rectifier and pooling as one step, where they follow each other in an
 ``nn.Sequential``.
 
 A running model may do anything with the output of a layer, so each layer answers with a promise. What one
@@ -18,10 +18,12 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from rewire.nn import promises
 from rewire.nn.conv import SparseConv2d
+from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
 from rewire.ops import channels, layout, pooling
 from rewire.ops.channels import Moments, Norm
 
+_LAYERS = (SparseConv2d, SparseLinear)
 _WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -42,7 +44,7 @@ def _forward(sequence: nn.Sequential, input: Any) -> Any:
     units = promises.running() and torch.is_grad_enabled() and not _has_any_global_hook()
     at = 0
     while at < len(modules):
-        found = _unit(modules, at, input) if units and type(modules[at]) is SparseConv2d else None
+        found = _unit(modules, at, input) if units and type(modules[at]) in _LAYERS else None
         if found is None:
             input = modules[at](input)
             at += 1
@@ -51,9 +53,9 @@ def _forward(sequence: nn.Sequential, input: Any) -> Any:
     return input
 
 
-def _own(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module is just what its type says, and nobody watches it."""
-    if type(module) is not kind:
+def _own(module: nn.Module, *kinds: type[nn.Module]) -> bool:
+    """Whether a module is of one of these types and just what they say, and nobody watches it."""
+    if type(module) not in kinds:
         return False
     own = module.__dict__
     return "forward" not in own and not any(own[name] for name in _WATCHED)
@@ -64,9 +66,14 @@ def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] |
     if len(modules) < at + 2 or not isinstance(x, Tensor) or promises.hooked():
         return None
     conv, bn, *rest = modules[at : at + 4]
-    if not (_own(conv, SparseConv2d) and _own(bn, nn.BatchNorm2d)):
+    if not _own(conv, *_LAYERS):
         return None
-    assert isinstance(conv, SparseConv2d)
+    if _own(bn, nn.ReLU):
+        with torch._C.DisableTorchFunction():
+            rectified = conv.rectified(x)  # type: ignore[operator]
+            return None if rectified is None else (kept(rectified, None), at + 2)
+    if not (isinstance(conv, SparseConv2d) and _own(bn, nn.BatchNorm2d)):
+        return None
     assert isinstance(bn, nn.BatchNorm2d)
     with torch._C.DisableTorchFunction():
         measured = conv.measured(x) if _fit(conv, bn) else None
