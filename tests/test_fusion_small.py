@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.nn import fusion
@@ -176,3 +177,23 @@ def test_dropout_is_ours_only_in_the_kernels_memory() -> None:
     rows = torch.randn(8, 4)
     assert fusion._dropout(rows, 0.5) is None
     assert fusion._dropout(layout.to_batch_last(rows), 0.5) is not None
+
+
+def test_dropout_that_is_computed_again_drops_the_same() -> None:
+    """The output is linear in the values: their gradient times them is the output."""
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 512, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            drop = lambda t: F.dropout(self.second(t), 0.5)  # noqa: E731
+            result: torch.Tensor = checkpoint(drop, self.first(x), use_reentrant=True)
+            return result
+
+    model = rewire.sparsify(Again().double(), sparsity=0.5)
+    y = model(torch.randn(128, 32, dtype=torch.float64))
+    y.sum().backward()
+    values = model.second.values
+    torch.testing.assert_close((values * values.grad).sum(), y.sum().detach())

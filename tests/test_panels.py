@@ -3,12 +3,14 @@
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import rewire
 from fused import Net, assert_close, assert_same, normal
@@ -166,6 +168,8 @@ RESIDUALS: dict[str, Callable[[Any, Tensor], Any]] = {
     "seen": lambda m, x: (z := block(m, x), block(m, z), z * 2, z),
     "seen first": lambda m, x: (z := block(m, x), z.sigmoid(), block(m, z)),
     "pooled": lambda m, x: F.max_pool2d(block(m, block(m, x)), 2),
+    "pooled in between": lambda m, x: block(m, F.max_pool2d(block(m, x), 3, 1, 1)),
+    "pooled smaller": lambda m, x: block(m, F.max_pool2d(block(m, x), 2)),
     "with itself": lambda m, x: (z := block(m, x), F.relu(m.bn2(z) + z))[1],
 }
 
@@ -227,12 +231,92 @@ def test_gradients_of_what_a_layer_has_read() -> None:
     assert_close(ours, right, 1e-9)
 
 
-@pytest.mark.parametrize("late", ["retain_grad", "autograd.grad"])
+@pytest.mark.parametrize("late", ["retain_grad", "autograd.grad", "hook"])
 @pytest.mark.usefixtures("promise_always")
 def test_what_comes_too_late_is_refused(late: str) -> None:
     def body(m: Any, y: Tensor, conv: Any) -> Any:
+        if late == "hook":
+            z = block(m, F.relu(m.bn(y)))
+            block(m, z)  # reads its second output, too
+            return z.register_hook(lambda g: g * 2)
         out = conv(y).square().sum()
         return y.retain_grad() if late == "retain_grad" else torch.autograd.grad(out, y)
 
     with pytest.raises(RuntimeError, match="already read this output"):
         held(body)
+
+
+@pytest.mark.usefixtures("promise_always")
+def test_five_dimensions_that_are_none_of_ours() -> None:
+    """The output of a linear layer may look like panels."""
+
+    class Volumes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = rewire.SparseLinear(4, 4, sparsity=0.5)
+            self.second = rewire.SparseLinear(4, 4, sparsity=0.5)
+            self.bn = nn.BatchNorm3d(8)
+            self.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.second(F.relu(self.first(x)))
+            return F.relu(self.bn(y) + y) + y
+
+    model = Volumes()
+    assert_same(model, normal(8, 8, 3, 2, 4))
+
+
+def block_of(m: Any, end: str, x: Tensor) -> Tensor:
+    y = m.conv2(F.relu(m.bn(x)))
+    ends = {
+        "convolution": lambda: y,
+        "batch norm": lambda: m.bn2(y),
+        "rectified": lambda: F.relu(m.bn2(y)),
+        "residual": lambda: F.relu(m.bn2(y) + x),
+        "pooled": lambda: F.max_pool2d(F.relu(m.bn2(y)), 2),
+    }
+    return ends[end]()
+
+
+@pytest.mark.parametrize("end", ["convolution", "batch norm", "rectified", "residual", "pooled"])
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.usefixtures("promise_always")
+def test_checkpointed_blocks(end: str, reentrant: bool) -> None:
+    """Whatever a block ends in, its gradients arrive."""
+    results = []
+    for checkpointed in (True, False):
+        model = Net(
+            lambda m, x, checkpointed=checkpointed: (
+                checkpoint(partial(block_of, m, end), m.conv(x), use_reentrant=reentrant)
+                if checkpointed
+                else block_of(m, end, m.conv(x))
+            )
+        )
+        for bn in (model.bn, model.bn2):
+            bn.track_running_stats = False  # a checkpointed block runs twice
+            bn.running_mean = bn.running_var = None
+        fuse(model)
+        out = model(normal(8, 3, 6, 6).requires_grad_())
+        out.square().sum().backward()
+        results.append([out.detach(), *(p.grad for p in model.parameters())])
+    for ours, right in zip(*results, strict=True):
+        assert (ours is None) == (right is None)
+        if ours is not None and right is not None:
+            assert_close(ours, right, 1e-9)
+
+
+@pytest.mark.parametrize("panels", [True, False])
+@pytest.mark.usefixtures("promise_always")
+def test_what_is_not_recorded_has_no_gradient(
+    panels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not panels:
+        monkeypatch.setattr(layout, "panel_width", lambda kernels: 1 << 20)
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y = m.bn(m.conv(x))
+        with torch.no_grad():
+            mask = F.relu(y)
+        return y * mask
+
+    assert_same(Net(body))

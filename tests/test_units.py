@@ -235,3 +235,26 @@ def test_gse_takes_its_gradients_from_units() -> None:
             rewirer.step()
         kept.append([m.indices for m in model.modules() if isinstance(m, SparseConv2d)])
     assert all(torch.equal(a, b) for a, b in zip(*kept, strict=True))
+
+
+def test_statistics_that_are_switched_off_stay(count: list[int]) -> None:
+    model = sequence("vgg")
+    model[1].track_running_stats = False
+    before = model[1].running_mean.clone()
+    assert_same_apart(model)
+    assert torch.equal(model[1].running_mean, before)
+    assert model[1].num_batches_tracked == 0
+    assert count[0] == 2
+
+
+def test_no_count_of_batches() -> None:
+    model = sequence("vgg")
+    model[1].num_batches_tracked = None
+    assert_same_apart(model)
+
+
+def test_types_without_kernels(count: list[int]) -> None:
+    model = sequence("vgg").bfloat16()
+    fuse(model)
+    model(normal(8, 3, 8, 8).bfloat16()).sum().backward()
+    assert count[0] == 0

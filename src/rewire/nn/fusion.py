@@ -47,11 +47,13 @@ def _batch_norm(
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
     moments = None
+    images = isinstance(input, Pending) and input.dim() == 4
     if isinstance(input, Pending):
         input, moments = input.measured() if training else (inner(input), None)
-    elif layout.is_panels(input):
-        return None  # but an image of three dimensions
-    known = moments is not None or layout.is_panels(input)  # a layer of ours has written it
+    # Whether a layer of ours has written it; else five dimensions are those of a volume.
+    known = moments is not None or (images and layout.is_panels(input))
+    if not known and layout.is_panels(input):
+        return None
     if not known and input.dim() < 2:
         return None
     if not channels.can_batch_norm(input, weight, bias, *statistics, known=known):
@@ -88,6 +90,8 @@ def _max_pool2d(
 ) -> Tensor | None:
     if ceil_mode or return_indices or dilation not in (1, (1, 1), [1, 1]):
         return None
+    if input.dim() != 4:
+        return None
     behind = normalized(input)
     if behind is not None:
         (source, *_), norm = behind
@@ -95,8 +99,6 @@ def _max_pool2d(
             pooled = pooling.max_pool2d(source, kernel_size, stride, padding, norm)
         if pooled is not None:
             return kept(pooled, input)
-    elif not isinstance(input, Pending) and input.dim() != 4:
-        return None
     with torch._C.DisableTorchFunction():
         pooled = pooling.max_pool2d(inner(input), kernel_size, stride, padding)
     return None if pooled is None else kept(pooled, input)
@@ -119,7 +121,8 @@ def _avg_pool2d(
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | None:
-    if not training or inplace:
+    # Where autograd does not record, this may be computed again when no model runs: with torch's noise.
+    if not training or inplace or not torch.is_grad_enabled():
         return None
     return channels.dropout(input, p)
 

@@ -69,6 +69,7 @@ class _State:
         self.replaced = False
         self.read_behind = False  # by a layer that does the batch norm itself
         self.read_inside = False  # by a layer of ours, in panels
+        self.twin_read = False  # so that a part of the gradient goes another way
 
     @property
     def panels(self) -> bool:
@@ -115,8 +116,17 @@ class _State:
             computed = self.computed
             if computed is None:
                 computed = self.computed = self.run(lambda: self.compute(False, False))
-            self.result = self._then(lambda: channels.from_panels(computed))
+            self.result = self._then(lambda: self.ordinary(computed))
         return self._read(self.result)
+
+    def in_panels(self, computed: Tensor) -> bool:
+        """Whether this is images in panels, and not something of five dimensions."""
+        return len(self.shape) == 4 and layout.is_panels(computed)
+
+    def ordinary(self, result: Result) -> Tensor:
+        """A result as an ordinary tensor."""
+        computed = result[0] if isinstance(result, tuple) else result
+        return channels.from_panels(computed) if self.in_panels(computed) else computed
 
     def inner(self) -> Tensor:
         """The plain result for our own layers, in panels if the batch fills them and nobody else has
@@ -125,7 +135,7 @@ class _State:
             return self._read(self.result)
         if self.computed is None:
             self.computed = self.run(lambda: self.compute(False, self.panels))
-        self.read_inside = self.read_inside or layout.is_panels(self.computed)
+        self.read_inside = self.read_inside or self.in_panels(self.computed)
         return self._read(self.computed)
 
     def beside(self) -> Tensor:
@@ -133,11 +143,13 @@ class _State:
         computed, twin = self.inner(), self.twin
         if twin is None or computed is not self.computed:
             return computed
-        self.twin = None
+        self.twin, self.twin_read = None, True
         return twin
 
     def hook(self, function: Callable[[Tensor], Tensor | None]) -> Any:
         """Call a hook with the gradient of what our layers have read."""
+        if self.twin_read:
+            raise RuntimeError(_TOO_LATE)
         computed = self.computed
         assert computed is not None
         panel = computed.shape[-1]
@@ -162,11 +174,7 @@ class _State:
         if self.result is not None and _version(self.result):
             return self.settle()
         self.check()
-        return self._then(lambda: channels.from_panels(_alone(self.compute(False, False))))
-
-
-def _alone(result: Result) -> Tensor:
-    return result[0] if isinstance(result, tuple) else result
+        return self._then(lambda: self.ordinary(self.compute(False, False)))
 
 
 class _Link(torch.autograd.Function):
@@ -208,7 +216,7 @@ class Pending(torch.Tensor):
         mean, variance = torch.empty(channels, dtype=dtype), torch.empty(channels, dtype=dtype)
         moments = Moments(mean, variance, state.owed)
         state.computed = state.run(lambda: measure(moments))
-        state.read_inside = layout.is_panels(state.computed)
+        state.read_inside = state.in_panels(state.computed)
         return state.computed, moments
 
     def _rectify(self, in_place: bool) -> Tensor:
@@ -229,12 +237,17 @@ class Pending(torch.Tensor):
                 state.replaced = True
                 self._state = rectified._state
                 return rectified
+        if not in_place and state.grad_mode and not torch.is_grad_enabled():
+            return F.relu(self.settle())  # with what is recorded, this has nothing to do
         compute = state.compute
         result = state.run(lambda: compute(True, state.panels))
         if in_place:
             state.computed, state.compute = result, lambda _, panels: compute(True, panels)
             return self
-        return kept(result, self)
+        rectified = kept(result, self) if len(state.shape) == 4 else result
+        if isinstance(rectified, Pending):
+            rectified._state.twin, state.twin = state.twin, None
+        return rectified
 
     def _plus(self, other: Any, in_place: bool) -> Any:
         """The promise of the sum, or NotImplemented."""
@@ -244,9 +257,12 @@ class Pending(torch.Tensor):
         with torch._C.DisableTorchFunction():
             if other.shape != state.shape or other.dtype != state.reads[0].dtype:
                 return NotImplemented
+            images = len(state.shape) == 4
             if isinstance(other, Pending):
-                other = other._state.beside()
-            elif not other.is_cpu or not layout.prefers_batch_last(other):
+                other = other._state.beside() if images else other.settle()
+            if not (images and layout.is_panels(other)) and not (
+                other.is_cpu and layout.prefers_batch_last(other)
+            ):
                 return NotImplemented
             state.check()
             reads = (*state.reads, other)
@@ -323,8 +339,11 @@ def promise(
         leaves: to whom a part of the gradient of ``reads[0]`` may be left.
     """
     x, grad = reads[0], torch.is_grad_enabled()
-    if hooked() or (x.requires_grad and not grad):  # activations are being checkpointed
-        return channels.from_panels(_alone(compute(False, False)))
+    state = _State(shape, reads, compute, add, measure, norm, leaves)
+    running = _local.running[-1] if _local.running else None
+    recorded = x.requires_grad or (running is not None and running.grad_mode)
+    if hooked() or (recorded and not grad):  # activations are being checkpointed
+        return state.ordinary(compute(False, False))
     strides = layout.contiguous_strides(shape) if row_major else layout.strides(shape)
 
     def make() -> Pending:
@@ -333,7 +352,6 @@ def promise(
         )
         return pending
 
-    state = _State(shape, reads, compute, add, measure, norm, leaves)
     linked = grad and (x.requires_grad or any(tensor.requires_grad for tensor in reads))
     pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
@@ -364,8 +382,6 @@ def kept(result: Tensor, source: Any) -> Tensor:
     pending = promise(layout.image_shape(result), (result,), lambda *_: result)
     if isinstance(pending, Pending):
         pending._state.computed = result
-        if isinstance(source, Pending):
-            pending._state.twin, source._state.twin = source._state.twin, None
     return pending
 
 
@@ -397,8 +413,8 @@ _METADATA = {
     *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
 }
 _TOO_LATE = (
-    "a layer has already read this output, in memory of its own: take its gradient by a hook, call "
-    "retain_grad() before the next layer is called, or see rewire.nn.fusion.unfuse"
+    "a layer has already read this output, in memory of its own: register hooks and call retain_grad() "
+    "before the next layer is called, or see rewire.nn.fusion.unfuse"
 )
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
@@ -442,6 +458,7 @@ class Promises:
 
     def __init__(self) -> None:
         self.pending: list[weakref.ref[Pending]] = []
+        self.grad_mode = torch.is_grad_enabled()
 
     def settle(self, changing: Tensor | None = None) -> None:
         """Compute all that is still pending, or what reads the memory of one tensor."""

@@ -20,7 +20,7 @@ from rewire.nn import promises
 from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
-from rewire.ops import channels, layout, pooling
+from rewire.ops import channels, layout, native, pooling
 from rewire.ops.channels import Moments, Norm
 
 _LAYERS = (SparseConv2d, SparseLinear)
@@ -95,9 +95,12 @@ def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] |
 
 def _fit(conv: SparseConv2d, bn: nn.BatchNorm2d) -> bool:
     """Whether the batch norm uses the batch's own statistics, and the kernels can do it."""
-    if not bn.training or bn.momentum is None:
-        return False
     tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
+    tracked = [t is not None for t in (*tensors[2:], bn.num_batches_tracked)]
+    if not bn.training or bn.momentum is None or tracked != [bn.track_running_stats] * 3:
+        return False
+    if native.kernels(conv.values) is None:
+        return False
     shape, dtype = (conv.out_channels,), conv.values.dtype
     return all(
         t is None or (t.shape == shape and t.dtype == dtype and t.is_cpu and t.is_contiguous())
