@@ -175,3 +175,13 @@ def as_operator(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> T
         return y
     y = torch.ops.rewire.conv2d(x, values, bias, *case.topology, *sizes_of(case.conv))
     return y
+
+
+def assert_same_bits(everything: Callable[[int], list[Tensor | None]]) -> None:
+    """Whether all results are the same for any number of threads."""
+    single = everything(1)
+    for count in (2, 3, 5):
+        for result, expected in zip(everything(count), single, strict=True):
+            assert result is not None
+            assert expected is not None
+            assert torch.equal(result, expected), f"{count} threads"

@@ -20,6 +20,7 @@ from products import (
     arranged,
     assert_agrees,
     assert_close,
+    assert_same_bits,
     conv3,
     dense_gradients,
     gradients,
@@ -363,12 +364,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         _, (_, dw, _) = gradients(case.run, tensors, case.dy, (False, True, False))
         return [y, *grads, dx, dw, ops.gradient_at(case.dy, case.x, outputs, inputs, **sizes)]
 
-    single = everything(1)
-    for count in (2, 3, 5):
-        for result, expected in zip(everything(count), single, strict=True):
-            assert result is not None
-            assert expected is not None
-            assert torch.equal(result, expected), f"{count} threads"
+    assert_same_bits(everything)
 
 
 def test_batch_one_gives_the_same_bits_for_any_number_of_threads(

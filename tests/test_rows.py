@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from products import LINEAR, NEEDS, Case, arranged, assert_close, gradients, make
+from products import (
+    LINEAR,
+    NEEDS,
+    Case,
+    arranged,
+    assert_close,
+    assert_same_bits,
+    gradients,
+    make,
+)
 from rewire import SparseLinear, ops
 from rewire.ops import Convolution, layout
 
@@ -102,12 +111,7 @@ def test_any_number_of_threads_gives_the_same_bits(
         _, (dx, _, _) = gradients(run_rows(case), tensors, case.dy, (True, False, False))
         return [y, *grads, dx]
 
-    single = everything(1)
-    for count in (2, 3, 5):
-        for result, expected in zip(everything(count), single, strict=True):
-            assert result is not None
-            assert expected is not None
-            assert torch.equal(result, expected), f"{count} threads"
+    assert_same_bits(everything)
 
 
 @pytest.mark.skipif(not ops.instruction_sets(), reason="there are no kernels")

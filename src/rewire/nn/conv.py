@@ -15,6 +15,7 @@ from rewire.nn import promises
 from rewire.nn.linear import _from_csr
 from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
+from rewire.nn.state import hooked
 from rewire.ops import layout, products
 from rewire.ops.channels import Moments, Norm, Owed
 from rewire.ops.reference import Convolution
@@ -212,7 +213,7 @@ class SparseConv2d(SparseLayer, ConvShape):
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the
         batch norm that they do on the way."""
-        running = self._pad_first is None and promises.running() and not promises.hooked()
+        running = self._pad_first is None and promises.running() and not hooked()
         behind = promises.normalized(x) if running and self.probe is None else None
         if behind is not None:
             source = behind[0][0]

@@ -23,7 +23,6 @@ from rewire.nn.promises import (
     Promises,
     begin,
     end,
-    hooked,
     inner,
     kept,
     kinds,
@@ -31,6 +30,7 @@ from rewire.nn.promises import (
     promise,
     settled,
 )
+from rewire.nn.state import hooked
 from rewire.ops import channels, layout, pooling
 from rewire.ops.channels import Norm
 

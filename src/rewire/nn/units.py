@@ -20,6 +20,7 @@ from rewire.nn import promises
 from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
+from rewire.nn.state import hooked
 from rewire.ops import channels, layout, native, pooling
 from rewire.ops.channels import Moments, Norm
 
@@ -63,7 +64,7 @@ def _own(module: nn.Module, *kinds: type[nn.Module]) -> bool:
 
 def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] | None:
     """The output of the unit that starts here, and where the next module stands; None if none does."""
-    if len(modules) < at + 2 or not isinstance(x, Tensor) or promises.hooked():
+    if len(modules) < at + 2 or not isinstance(x, Tensor) or hooked():
         return None
     conv, bn, *rest = modules[at : at + 4]
     if not _own(conv, *_LAYERS):

@@ -1,0 +1,170 @@
+"""What a promise knows: how its result is computed, from what, who has read it, and where it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rewire.ops import channels, layout
+from rewire.ops.channels import Moments, Norm, Owed
+
+Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
+Compute = Callable[[bool, bool], Result]  # rectify, whether panels are welcome -> result
+R = TypeVar("R")
+TOO_LATE = (
+    "a layer has already read this output, in memory of its own: register hooks and call retain_grad() "
+    "before the next layer is called, or see rewire.nn.fusion.unfuse"
+)
+
+
+def hooked() -> bool:
+    """Whether something wants to see what autograd saves, to compute it again later."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
+    """What changes with the tensors' elements, and with their memory (``.data =``, ``.half()``)."""
+    try:
+        return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
+    except RuntimeError:  # made in inference mode: they have none
+        return [(_version(tensor), tensor.data_ptr()) for tensor in tensors]
+
+
+class State:
+    """What a promise knows: how to compute the result, from what, and the result once it is there:
+    as it was computed, maybe in panels, and as an ordinary tensor."""
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        reads: tuple[Tensor, ...],
+        compute: Compute,
+        add: Callable[[Tensor], Compute] | None,
+        measure: Callable[[Moments], Tensor] | None,
+        norm: Norm | None,
+        leaves: Owed | None,
+    ) -> None:
+        self.shape, self.reads, self.compute, self.add = shape, reads, compute, add
+        self.measure, self.norm, self.leaves = measure, norm, leaves
+        self.versions = _versions(reads)
+        self.grad_mode = torch.is_grad_enabled()
+        self.computed: Tensor | None = None
+        self.twin: Tensor | None = None  # of what was computed
+        self.result: Tensor | None = None
+        self.owed = Owed()  # to who reads what was computed
+        self.replaced = False
+        self.read_behind = False  # by a layer that does the batch norm itself
+        self.read_inside = False  # by a layer of ours, in panels
+        self.twin_read = False  # so that a part of the gradient goes another way
+
+    @property
+    def panels(self) -> bool:
+        """Whether the batch fills panels."""
+        return layout.panel_shape(self.shape, self.reads[0]) is not None
+
+    def run(self, compute: Callable[[], Result]) -> Tensor:
+        """Compute as if at the time of the promise."""
+        self.check()
+        result = self._then(compute)
+        if isinstance(result, tuple):
+            result, self.twin = result
+        return result
+
+    def _then(self, compute: Callable[[], R]) -> R:
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if hooks is not None:  # set for what comes later
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+        try:
+            with torch._C.DisableTorchFunction():
+                if torch.is_grad_enabled() == self.grad_mode:
+                    return compute()
+                with torch.set_grad_enabled(self.grad_mode):
+                    return compute()
+        finally:
+            if hooks is not None:
+                torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+
+    def undisturbed(self) -> bool:
+        """Whether autograd records now, as it did at the time of the promise. Where it does not, this
+        may be a checkpointed block, whose output must be an ordinary tensor."""
+        return self.grad_mode and torch.is_grad_enabled() and not hooked()
+
+    def check(self) -> None:
+        if self.versions != _versions(self.reads):
+            raise RuntimeError(
+                "the input or a parameter of a layer was changed in place before the layer's output "
+                "was used; change a copy instead"
+            )
+
+    def settle(self) -> Tensor:
+        """The plain result, as an ordinary tensor."""
+        if self.result is None:
+            computed = self.computed
+            if computed is None:
+                computed = self.computed = self.run(lambda: self.compute(False, False))
+            self.result = self._then(lambda: self.ordinary(computed))
+        return self._read(self.result)
+
+    def in_panels(self, computed: Tensor) -> bool:
+        """Whether this is images in panels, and not something of five dimensions."""
+        return len(self.shape) == 4 and layout.is_panels(computed)
+
+    def ordinary(self, result: Result) -> Tensor:
+        """A result as an ordinary tensor."""
+        computed = result[0] if isinstance(result, tuple) else result
+        return channels.from_panels(computed) if self.in_panels(computed) else computed
+
+    def inner(self) -> Tensor:
+        """The plain result for our own layers, in panels if the batch fills them and nobody else has
+        seen it: what is done to the ordinary tensor then, hooks included, is done to what they read."""
+        if self.result is not None:
+            return self._read(self.result)
+        if self.computed is None:
+            self.computed = self.run(lambda: self.compute(False, self.panels))
+        self.read_inside = self.read_inside or self.in_panels(self.computed)
+        return self._read(self.computed)
+
+    def beside(self) -> Tensor:
+        """The same for a residual sum, which reads a twin if there is one."""
+        computed, twin = self.inner(), self.twin
+        if twin is None or computed is not self.computed:
+            return computed
+        self.twin, self.twin_read = None, True
+        return twin
+
+    def hook(self, function: Callable[[Tensor], Tensor | None]) -> Any:
+        """Call a hook with the gradient of what our layers have read."""
+        if self.twin_read:
+            raise RuntimeError(TOO_LATE)
+        computed = self.computed
+        assert computed is not None
+        panel = computed.shape[-1]
+
+        def call(gradient: Tensor) -> Tensor | None:
+            changed = function(layout.from_panels(gradient))
+            return None if changed is None else layout.to_panels(changed, panel)
+
+        self._read(computed)
+        return computed.register_hook(call)
+
+    def _read(self, result: Tensor) -> Tensor:
+        self.owed.readers += 1
+        if self.leaves is not None and self.grad_mode and not torch.is_grad_enabled():
+            # Perhaps inside an autograd function, whose gradient comes by way of the promise: then what
+            # computes the result may run twice in one backward pass.
+            self.leaves.readers += 1
+        return result
+
+    def again(self) -> Tensor:
+        """The result with a graph of its own: that of the other may be gone in a backward pass."""
+        if self.result is not None and _version(self.result):
+            return self.settle()
+        self.check()
+        return self._then(lambda: self.ordinary(self.compute(False, False)))
