@@ -77,7 +77,7 @@ def run(
         )
     measured = Moments(*(torch.empty(layer.n_out, dtype=dtype) for _ in range(2)))
     y = ops.conv2d(
-        *(ours[0], layer.values, layer.bias, layer.topology, layer._sizes, relu),
+        *(ours[0], layer.values, layer.bias, layer.topology, layer.sizes, relu),
         moments=None if relu else measured,
         norm=norm,
     )
@@ -134,7 +134,7 @@ def test_moments_far_from_zero() -> None:
         layer.bias.copy_(torch.tensor([10.0, -1000.0, 0.0, 3.0]))
     x = batch_last(torch.randn(64, 4, 12, 12, generator=torch.Generator().manual_seed(0)))
     moments = Moments(torch.empty(4), torch.empty(4))
-    y = ops.conv2d(x, layer.values, layer.bias, layer.topology, layer._sizes, moments=moments)
+    y = ops.conv2d(x, layer.values, layer.bias, layer.topology, layer.sizes, moments=moments)
     variance, mean = torch.var_mean(y.detach().double(), (0, 2, 3), correction=0)
     torch.testing.assert_close(moments[0].double(), mean, rtol=1e-6, atol=1e-7)
     torch.testing.assert_close(moments[1].double(), variance, rtol=1e-3, atol=0)
@@ -155,7 +155,7 @@ def test_bitwise_equal_for_any_number_of_threads(sizes: tuple[int, ...]) -> None
         norm = Norm(torch.ones(n_in), None, *channels.moments(x.detach()), True, 1e-5, True)
         moments = Moments(torch.empty(layer.n_out), torch.empty(layer.n_out))
         y = ops.conv2d(
-            *(x, layer.values, layer.bias, layer.topology, layer._sizes),
+            *(x, layer.values, layer.bias, layer.topology, layer.sizes),
             moments=moments,
             norm=norm,
         )

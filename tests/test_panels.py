@@ -80,7 +80,7 @@ def test_convolutions(sizes: tuple[Any, ...], dtype: torch.dtype, inputs: bool, 
     )
     panel = width(dtype)
     assert layer.bias is not None
-    arguments = (layer.values, layer.bias, layer.topology, layer._sizes)
+    arguments = (layer.values, layer.bias, layer.topology, layer.sizes)
     data = layout.to_batch_last(normal(2 * panel, n_in, height, wide, dtype=dtype))
 
     def run(panels: bool) -> list[Tensor]:

@@ -16,8 +16,8 @@ from rewire.nn.linear import _from_csr
 from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.nn.state import hooked
-from rewire.ops import layout, products
-from rewire.ops.channels import Moments, Norm, Owed
+from rewire.ops import channels, eager, layout, products
+from rewire.ops.channels import Norm
 from rewire.ops.reference import Convolution
 
 
@@ -57,7 +57,7 @@ class ConvShape:
         # Padding that the kernels cannot imply is written out before.
         implied = padding_mode == "zeros" and around[0] == around[1] and around[2] == around[3]
         self._pad_first = None if implied else around
-        self._sizes = Convolution(
+        self.sizes = Convolution(
             self.kernel_size,
             self.stride,
             (around[2], around[0]) if implied else (0, 0),
@@ -159,8 +159,8 @@ class SparseConv2d(SparseLayer, ConvShape):
             self._check_image(x)
             reads, norm = self._source(x)
             image = reads[0]
-            values, bias, conv, probe = self.values, self.bias, self._sizes, self.probe
-            layer = (values, bias, self.topology, conv)
+            values, bias, conv, probe = self.values, self.bias, self.sizes, self.probe
+            layer = (*self.parts, conv)
             if x.dim() == 3:
                 return ops.conv2d(image.unsqueeze(0), *layer, probe=probe).squeeze(0)
             run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)
@@ -182,33 +182,18 @@ class SparseConv2d(SparseLayer, ConvShape):
                 leaves=None if norm is None else norm.owed,
             )
 
-    def measured(self, x: Tensor) -> tuple[Tensor, Moments] | None:
-        """What a batch norm that follows at once needs of the output, in a running model; None where it
-        has to be asked for as usual."""
-        mean, variance = (torch.empty(self.out_channels, dtype=self.values.dtype) for _ in range(2))
-        moments = Moments(mean, variance, Owed())
-        y = self._at_once(x, moments=moments)
-        return None if y is None else (y, moments)
-
-    def rectified(self, x: Tensor) -> Tensor | None:
-        """The same for a rectifier."""
-        return self._at_once(x, relu=True)
-
-    def _at_once(self, x: Tensor, **extras: Any) -> Tensor | None:
-        """The output, maybe in panels; None where a promise has to be made, or nothing can be."""
-        if x.dim() != 4 or self._pad_first is not None:
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of an input of this shape that the kernels can read as it is; None if it is none."""
+        if len(shape) != 4 or shape[1] != self.in_channels or self._pad_first is not None:
             return None
-        self._check_image(x)
-        reads, norm = self._source(x)
-        image, n_out, conv = reads[0], self.out_channels, self._sizes
-        shape = products.output_shape(conv, layout.image_shape(image), n_out)
-        alone = shape[0] * shape[2] * shape[3] < 2  # then a batch norm has nothing to measure
-        if min(shape) < 1 or alone or not promises.worthwhile(shape, image, self.values):
-            return None
-        layer = (self.values, self.bias, self.topology)
-        products.check(conv, image, *layer)
-        extras |= {"norm": norm, "probe": self.probe, "checked": True, "panels": True}
-        return ops.conv2d(image, *layer, conv, **extras)
+        return products.output_shape(self.sizes, shape, self.out_channels)
+
+    def source(self, x: Tensor) -> tuple[Tensor, Norm | None]:
+        """What the kernels read where the input is ``x``, and the batch norm that they do on the way."""
+        (image, *_), norm = self._source(x)
+        if norm is not None and not eager.takes_norm(image, self.values):
+            return channels.batch_norm(image, norm), None
+        return image, norm
 
     def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the

@@ -9,6 +9,7 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.nn import promises
 from rewire.nn.sparse import SparseLayer, keep_mask
+from rewire.ops.channels import Norm
 
 
 class SparseLinear(SparseLayer):
@@ -60,19 +61,19 @@ class SparseLinear(SparseLayer):
                 return self._samples(x)
             return self._sequences(x)
 
-    def rectified(self, x: Tensor) -> Tensor | None:
-        """The output for a rectifier that follows at once, in a running model; None where it has to be
-        asked for as usual."""
-        x = promises.settled(x)
-        if x.dim() != 2 or x.shape[1] != self.in_features:
-            return None
-        layer = (self.values, self.bias, self.topology)
-        return ops.linear(x, *layer, relu=True, probe=self.probe)
+    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+        """Of samples of this shape; None if they are none."""
+        fits = len(shape) == 2 and shape[1] == self.in_features
+        return (shape[0], self.out_features) if fits else None
+
+    def source(self, x: Tensor) -> tuple[Tensor, Norm | None]:
+        """What the kernels read where the input is ``x``, and the batch norm that they do on the way."""
+        return promises.settled(x), None
 
     def _samples(self, x: Tensor) -> Tensor:
         """One leading dimension: the output, or its promise while a converted model runs. Inside a model
         it is batch-last, for what follows; a layer by itself answers in the memory it was given."""
-        layer, shape = (self.values, self.bias, self.topology), (x.shape[0], self.out_features)
+        layer, shape = self.parts, (x.shape[0], self.out_features)
         probe = self.probe
         if not promises.worthwhile(shape, x, self.values):
             inside = promises.running() or torch.compiler.is_compiling()
@@ -89,7 +90,7 @@ class SparseLinear(SparseLayer):
         wants rows."""
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
         shape = (*x.shape[:-1], self.out_features)
-        layer, probe = (self.values, self.bias, self.topology), self.probe
+        layer, probe = self.parts, self.probe
 
         def compute(rectify: bool, _: bool = False) -> Tensor:
             y = ops.linear(rows, *layer, row_major=True, relu=rectify, probe=probe)

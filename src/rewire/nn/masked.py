@@ -249,7 +249,7 @@ class MaskedConv2d(MaskedLayer, ConvShape):
         x = promises.settled(x)
         self._check_image(x)
         image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
-        sizes = self._sizes
+        sizes = self.sizes
         y = F.conv2d(
             *(image, self.effective, self.bias),
             *(sizes.stride, sizes.padding, sizes.dilation),

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from rewire.connections import Connections
 from rewire.nn.layer import ConnectedLayer
 from rewire.ops import topology
+from rewire.ops.products import LINEAR
+from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
@@ -23,12 +25,14 @@ class SparseLayer(ConnectedLayer):
         values: 1-D parameter, by output unit and then input unit.
         bias: dense parameter, or None.
         indptr, indices: the connections (int32 buffers, saved with the state dict).
+        sizes: of the convolution that the layer is; a linear layer is one, too.
     """
 
     holds: ClassVar[str] = "values"
     values: nn.Parameter
     indptr: Tensor
     indices: Tensor
+    sizes: Convolution = LINEAR
 
     def __init__(
         self,
@@ -69,6 +73,11 @@ class SparseLayer(ConnectedLayer):
         """The active connections in both traversal orders, as the operators take them."""
         b = self._buffers
         return Topology(b["indptr"], b["indices"], b["slots"], b["outputs"], b["order"])  # type: ignore[arg-type]
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor | None, Topology]:
+        """Values, bias and connections, as the operators take them."""
+        return self.values, self.bias, self.topology
 
     @property
     def count(self) -> int:

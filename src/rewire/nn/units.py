@@ -1,16 +1,20 @@
-"""Layer, batch norm, rectifier and pooling as one step, where they follow each other in an
+"""Layers, batch norms, rectifiers and poolings as one step, where they follow each other in an
 ``nn.Sequential``.
 
 A running model may do anything with the output of a layer, so each layer answers with a promise. What one
-module of a sequence gives to the next is seen by nobody else: there only the last of a unit needs to
-promise anything, which saves most of the time between two kernels.
+module of a sequence gives to the next is seen by nobody else: there only the last one needs to promise
+anything, and autograd need not know of the others. That saves most of the time between two kernels.
+
+A *unit* is a layer and what follows it at once: a rectifier; or a batch norm, maybe with a rectifier and a
+maximum pooling. Units that follow each other are one :mod:`rewire.ops.chain`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,9 @@ from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
 from rewire.nn.state import hooked
-from rewire.ops import channels, layout, native, pooling
-from rewire.ops.channels import Moments, Norm
+from rewire.ops import chain, channels, eager, native, pooling, products
+from rewire.ops.chain import Link
+from rewire.ops.channels import Moments, Norm, Owed
 
 _LAYERS = (SparseConv2d, SparseLinear)
 _WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -35,66 +40,82 @@ def take(sequence: nn.Sequential) -> None:
 
 def leave(sequence: nn.Sequential) -> None:
     """Take :func:`take` back."""
-    if getattr(sequence.__dict__.get("forward"), "func", None) is _forward:
+    if _taken(sequence):
         del sequence.__dict__["forward"]
+
+
+def _taken(sequence: nn.Sequential) -> bool:
+    return getattr(sequence.__dict__.get("forward"), "func", None) is _forward
 
 
 def _forward(sequence: nn.Sequential, input: Any) -> Any:
     """What ``nn.Sequential.forward`` does."""
-    modules = list(sequence._modules.values())
-    units = promises.running() and torch.is_grad_enabled() and not _has_any_global_hook()
-    at = 0
+    if not (promises.running() and torch.is_grad_enabled()) or _has_any_global_hook():
+        for module in sequence:
+            input = module(input)
+        return input
+    modules, at = list(_parts(sequence)), 0
     while at < len(modules):
-        found = _unit(modules, at, input) if units and type(modules[at]) in _LAYERS else None
-        if found is None:
+        run = _run(modules, at, input) if type(modules[at]) in _LAYERS else None
+        if run is None:
             input = modules[at](input)
             at += 1
         else:
-            input, at = found
+            input, at = run
     return input
+
+
+def _parts(sequence: nn.Sequential) -> Iterator[nn.Module]:
+    """The modules that run one after the other, those of inner sequences among them."""
+    for module in sequence._modules.values():
+        assert module is not None
+        if type(module) is nn.Sequential and _taken(module) and not _watched(module):
+            yield from _parts(module)
+        else:
+            yield module
+
+
+def _watched(module: nn.Module) -> bool:
+    own = module.__dict__
+    return any(own[name] for name in _WATCHED)
 
 
 def _own(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these types and just what they say, and nobody watches it."""
-    if type(module) not in kinds:
-        return False
-    own = module.__dict__
-    return "forward" not in own and not any(own[name] for name in _WATCHED)
+    return type(module) in kinds and "forward" not in module.__dict__ and not _watched(module)
 
 
-def _unit(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] | None:
-    """The output of the unit that starts here, and where the next module stands; None if none does."""
-    if len(modules) < at + 2 or not isinstance(x, Tensor) or hooked():
+class _Unit(NamedTuple):
+    """A layer and what follows it, by where the next module stands."""
+
+    layer: SparseConv2d | SparseLinear
+    norm: nn.BatchNorm2d | None
+    relu: bool
+    pool: nn.MaxPool2d | None
+    end: int
+
+
+def _unit(modules: Sequence[nn.Module], at: int) -> _Unit | None:
+    """The unit that starts here, if one does."""
+    if len(modules) < at + 2 or not _own(modules[at], *_LAYERS):
         return None
-    conv, bn, *rest = modules[at : at + 4]
-    if not _own(conv, *_LAYERS):
+    layer: Any = modules[at]
+    bn: Any = modules[at + 1]
+    rest: list[Any] = list(modules[at + 2 : at + 4])
+    if layer.probe is not None or not layer.values.requires_grad:
         return None
     if _own(bn, nn.ReLU):
-        with torch._C.DisableTorchFunction():
-            rectified = conv.rectified(x)  # type: ignore[operator]
-            return None if rectified is None else (kept(rectified, None), at + 2)
-    if not (isinstance(conv, SparseConv2d) and _own(bn, nn.BatchNorm2d)):
+        return _Unit(layer, None, True, None, at + 2)
+    if not (isinstance(layer, SparseConv2d) and _own(bn, nn.BatchNorm2d) and _fit(layer, bn)):
         return None
-    assert isinstance(bn, nn.BatchNorm2d)
-    with torch._C.DisableTorchFunction():
-        measured = conv.measured(x) if _fit(conv, bn) else None
-        if measured is None:
-            return None
-        y, moments = measured
-        norm, end = _normalise(bn, y, moments), at + 2
-        if rest and _own(rest[0], nn.ReLU):
-            norm, end, rest = norm._replace(relu=True), end + 1, rest[1:]
-        if rest and _own(rest[0], nn.MaxPool2d):
-            pooled = _pool(rest[0], y, norm)
-            if pooled is not None:
-                return pooled, end + 1
-        reads = tuple(t for t in (y, bn.weight, bn.bias) if t is not None)
-        shape, (compute, plus) = layout.image_shape(y), kinds(y, norm)
-        add = None if norm.relu else plus
-        return promise(shape, reads, compute, add, norm=norm, leaves=moments.owed), end
+    relu, pool = bool(rest) and _own(rest[0], nn.ReLU), None
+    rest = rest[relu:]
+    if rest and _own(rest[0], nn.MaxPool2d):
+        pool = rest[0]
+    return _Unit(layer, bn, relu, pool, at + 2 + relu + (pool is not None))
 
 
-def _fit(conv: SparseConv2d, bn: nn.BatchNorm2d) -> bool:
+def _fit(conv: SparseConv2d, bn: Any) -> bool:
     """Whether the batch norm uses the batch's own statistics, and the kernels can do it."""
     tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
     tracked = [t is not None for t in (*tensors[2:], bn.num_batches_tracked)]
@@ -109,20 +130,90 @@ def _fit(conv: SparseConv2d, bn: nn.BatchNorm2d) -> bool:
     )
 
 
-def _normalise(bn: nn.BatchNorm2d, y: Tensor, moments: Moments) -> Norm:
-    """What ``bn`` does to ``y``; its running statistics see the batch."""
-    mean, variance, owed = moments
-    if bn.running_mean is not None and bn.running_var is not None:
-        assert bn.num_batches_tracked is not None
-        assert bn.momentum is not None
+def _run(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] | None:
+    """The output of the units that start here, and where the next module stands; None if there are
+    none."""
+    if type(x) not in (Tensor, promises.Pending) or hooked():
+        return None
+    with torch._C.DisableTorchFunction():
+        links = _Links(x)
+        while (unit := _unit(modules, at)) is not None and links.add(unit):
+            at = unit.end - (unit.pool is not None and links.norm is not None)
+        if links.source is None:
+            return None
+        y, norm = chain.run(links.source, links.found), links.norm
+        if norm is None:
+            return kept(y, None), at
+        reads = tuple(t for t in (y, norm.weight, norm.bias) if t is not None)
+        compute, plus = kinds(y, norm)
+        add = None if norm.relu else plus
+        return promise(links.shape, reads, compute, add, norm=norm, leaves=norm.owed), at
+
+
+class _Links:
+    """What a chain of units of ``x`` consists of.
+
+    Attributes:
+        source: what the first link reads, once there is one.
+        found: the links.
+        shape: of what the last of them gives.
+        norm: the batch norm that whoever reads that has to do.
+    """
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.shape = x, tuple(x.shape)
+        self.source: Tensor | None = None
+        self.found: list[Link] = []
+        self.norm: Norm | None = None
+
+    def add(self, unit: _Unit) -> bool:
+        """Add a unit if it can be done; if its pooling cannot, without it."""
+        layer, bn, dtype = unit.layer, unit.norm, self.x.dtype
+        shape = layer.output_shape(self.shape)
+        if layer.values.dtype != dtype or shape is None or min(shape) < 1:
+            return False
+        size = math.prod(shape) // shape[1]
+        if bn is not None and size < 2:
+            return False  # torch says what is wrong
+        products.check_layer(layer.sizes, self.shape[1], dtype, *layer.parts)
+        norm, self.norm = self.norm, None
+        if self.source is None:
+            self.source, norm = layer.source(self.x)
+        if bn is None:
+            self._append(layer, norm, shape, relu=unit.relu)
+            return True
+        mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
+        moments = Moments(mean, variance, Owed())
+        self._append(layer, norm, shape, partial(_track, bn, moments, size), moments=moments)
+        self.norm = Norm(bn.weight, bn.bias, mean, variance, True, bn.eps, unit.relu, moments.owed)
+        sizes = None if unit.pool is None else _sizes(unit.pool, shape)
+        if sizes is not None:
+            self.found.append(pooling.link(self.norm, *sizes))
+            self.shape, self.norm = (*shape[:2], *sizes[1]), None
+        return True
+
+    def _append(
+        self,
+        layer: SparseConv2d | SparseLinear,
+        norm: Norm | None,
+        shape: tuple[int, ...],
+        after: Callable[[], None] | None = None,
+        **extras: Any,
+    ) -> None:
+        self.found.append(eager.link(layer.sizes, *layer.parts, norm, after, **extras))
+        self.shape = shape
+
+
+def _track(bn: Any, moments: Moments, size: int) -> None:
+    """The running statistics see the batch."""
+    if bn.running_mean is not None:
         bn.num_batches_tracked.add_(1)
         statistics = (bn.running_mean, bn.running_var)
-        channels.track(mean, variance, y.numel() // y.shape[1], bn.momentum, statistics)
-    return Norm(bn.weight, bn.bias, mean, variance, True, bn.eps, owed=owed)
+        channels.track(moments.mean, moments.variance, size, bn.momentum, statistics)
 
 
-def _pool(pool: Any, y: Tensor, norm: Norm) -> Tensor | None:
+def _sizes(pool: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]] | None:
+    """Those of a pooling, and of its output; None if the kernels cannot do it."""
     if pool.ceil_mode or pool.return_indices or pool.dilation not in (1, (1, 1)):
         return None
-    pooled = pooling.max_pool2d(y, pool.kernel_size, pool.stride, pool.padding, norm)
-    return None if pooled is None else kept(pooled, None)
+    return pooling.sizes(shape, pool.kernel_size, pool.stride, pool.padding)

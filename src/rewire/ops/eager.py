@@ -21,6 +21,7 @@ from rewire.ops import (
     recording,
     rows,
 )
+from rewire.ops.chain import Link
 from rewire.ops.channels import Moments, Norm
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
@@ -131,6 +132,23 @@ def _product(
     return layout.to_row_major(y) if row_major else y
 
 
+def link(
+    conv: Convolution,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    norm: Norm | None = None,
+    after: Callable[[], None] | None = None,
+    relu: bool = False,
+    moments: Moments | None = None,
+) -> Link:
+    """The product as a part of a chain, of an input that ``products.check_layer`` has accepted; see
+    :func:`conv2d`. The result is in panels where the batch fills them."""
+    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR)
+    affine = (None, None) if norm is None else norm[:2]
+    return Link(_Product, (values, bias, *affine), (topology, conv, extras), after)
+
+
 def _plain(x: Tensor) -> bool:
     """Whether nothing but eager autograd watches this call."""
     return (
@@ -215,7 +233,7 @@ def conv2d(
         return _eager_conv2d(x, values, bias, topology, conv, relu, moments, norm, probe)
     if not checked:
         products.check_dims(x, 4, "conv2d")
-    if norm is not None and (probe is not None or not _takes_norm(x, values)):
+    if norm is not None and (probe is not None or not takes_norm(x, values)):
         x, norm = channels.batch_norm(x, norm), None
     if not _direct(x, probe):
         x = channels.from_panels(x)
@@ -230,7 +248,7 @@ def conv2d(
     return _product(x, values, bias, topology, conv, extras)
 
 
-def _takes_norm(x: Tensor, values: Tensor) -> bool:
+def takes_norm(x: Tensor, values: Tensor) -> bool:
     """Whether a batch norm can be done where a convolution reads: its gradients come with those of
     the convolution, or not at all."""
     if not _plain(x) or x.dtype != values.dtype:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rewire.ops import layout, native
+from rewire.ops.chain import Link
 from rewire.ops.channels import Norm, apply, kernels_for
 
 
@@ -116,16 +118,17 @@ def _pair(value: Any) -> tuple[int, int]:
     return int(first), int(second)
 
 
-def _pool_sizes(
-    x: Tensor, kernel_size: Any, stride: Any, padding: Any
+def sizes(
+    shape: Sequence[int], kernel_size: Any, stride: Any, padding: Any
 ) -> tuple[tuple[int, ...], tuple[int, int]] | None:
-    """(kernel, stride, padding) in a row and the output size; None if torch should see to it."""
+    """(kernel, stride, padding) in a row and the size of the output of images of the given shape; None if
+    torch should see to it."""
     kernel, pad = _pair(kernel_size), _pair(padding)
     step = kernel if stride is None or stride == [] or stride == () else _pair(stride)
     fits = min(*kernel, *step) > 0 and kernel[0] * kernel[1] <= 255
     if not fits or min(pad) < 0 or 2 * pad[0] > kernel[0] or 2 * pad[1] > kernel[1]:
         return None
-    out = tuple((x.shape[2 + a] + 2 * pad[a] - kernel[a]) // step[a] + 1 for a in (0, 1))
+    out = tuple((shape[2 + a] + 2 * pad[a] - kernel[a]) // step[a] + 1 for a in (0, 1))
     if min(out) < 1:
         return None
     return (*kernel, *step, *pad), (out[0], out[1])
@@ -138,9 +141,14 @@ def max_pool2d(
     do it."""
     if not layout.is_panels(x) and (x.dim() != 4 or kernels_for(x) is None):
         return None
-    sizes = _pool_sizes(x, kernel_size, stride, padding)
+    found = sizes(x.shape, kernel_size, stride, padding)
     affine = (None, None) if norm is None else norm[:2]
-    return None if sizes is None else apply(_MaxPool, x, *affine, norm, *sizes)
+    return None if found is None else apply(_MaxPool, x, *affine, norm, *found)
+
+
+def link(norm: Norm, sizes: tuple[int, ...], out: tuple[int, int]) -> Link:
+    """Maximum pooling of a batch norm's input as a part of a chain."""
+    return Link(_MaxPool, (norm.weight, norm.bias), (norm, sizes, out))
 
 
 def avg_pool2d(
@@ -153,8 +161,8 @@ def avg_pool2d(
     """``F.avg_pool2d`` of a batch-last tensor, or None where torch has to do it."""
     if x.dim() != 4 or kernels_for(x) is None:
         return None
-    sizes = _pool_sizes(x, kernel_size, stride, padding)
-    return None if sizes is None else apply(_MeanPool, x, *sizes, count_include_pad)
+    found = sizes(x.shape, kernel_size, stride, padding)
+    return None if found is None else apply(_MeanPool, x, *found, count_include_pad)
 
 
 def adaptive_avg_pool2d(x: Tensor, output_size: Any) -> Tensor | None:

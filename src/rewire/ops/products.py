@@ -51,21 +51,33 @@ def geometry_of(
 def check(
     conv: Convolution, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology
 ) -> None:
+    check_layer(conv, x.shape[1], x.dtype, values, bias, topology)
+
+
+def check_layer(
+    conv: Convolution,
+    channels: int,
+    dtype: torch.dtype,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+) -> None:
+    """The same for an input of so many channels."""
     taps, n_out = conv.kernel[0] * conv.kernel[1], topology.indptr.numel() - 1
     if values.dim() != 1 or values.numel() != topology.indices.numel():
         raise ValueError(
             f"values has shape {tuple(values.shape)}, expected one value for each of the "
             f"{topology.indices.numel()} connections"
         )
-    if x.dtype != values.dtype or (bias is not None and bias.dtype != x.dtype):
-        given = f"input {x.dtype}, values {values.dtype}"
+    if dtype != values.dtype or (bias is not None and bias.dtype != dtype):
+        given = f"input {dtype}, values {values.dtype}"
         raise ValueError(
             f"types differ ({given}{'' if bias is None else f', bias {bias.dtype}'}): "
             "convert the input or the layer with .to(dtype)"
         )
     if bias is not None and tuple(bias.shape) != (n_out,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({n_out},)")
-    ensure(topology, x.shape[1] * taps, taps)
+    ensure(topology, channels * taps, taps)
 
 
 def check_dims(x: Tensor, dims: int, name: str) -> None:

@@ -1,0 +1,84 @@
+"""Several autograd functions, one after the other, as one node of the graph.
+
+What one hands to the next is seen by nobody else, so autograd need not know of it: that saves most of
+the time between two kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rewire.ops import recording
+
+
+class Link(NamedTuple):
+    """One call of ``function``: with what the link before it gives, then ``tensors``, then ``rest``.
+
+    Attributes:
+        function: an autograd function of one output.
+        tensors: what besides the first argument may have a gradient.
+        rest: what has none.
+        after: called when the output is there.
+    """
+
+    function: type[torch.autograd.Function]
+    tensors: tuple[Tensor | None, ...]
+    rest: tuple[Any, ...]
+    after: Callable[[], None] | None = None
+
+
+class _Context:
+    """What a link takes for autograd's context."""
+
+    saved_tensors: tuple[Tensor | None, ...] = ()
+
+    def __init__(self, needs: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs
+
+    def save_for_backward(self, *tensors: Tensor | None) -> None:
+        self.saved_tensors = tensors
+
+
+class _Chain(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, links: Sequence[Link], *tensors: Tensor | None) -> Tensor:
+        needs = iter(ctx.needs_input_grad[2:])
+        first = ctx.needs_input_grad[0]
+        ctx.steps = []
+        saved: list[Tensor | None] = []
+        for link in links:
+            step = _Context((first, *islice(needs, len(link.tensors))))
+            x = link.function.forward(step, x, *link.tensors, *link.rest)
+            if link.after is not None:
+                link.after()
+            first = first or any(step.needs_input_grad)
+            saved += step.saved_tensors
+            ctx.steps.append((step, link.function.backward, len(step.saved_tensors)))
+            step.saved_tensors = ()
+        ctx.save_for_backward(*saved)
+        return x
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        saved, end = ctx.saved_tensors, len(ctx.saved_tensors)
+        gradient: Tensor | None = dy
+        found: list[Tensor | None] = []
+        for step, backward, count in reversed(ctx.steps):
+            step.saved_tensors, end = saved[end - count : end], end - count
+            gradient, *others = backward(step, gradient)
+            step.saved_tensors = ()
+            found[:0] = others[: len(step.needs_input_grad) - 1]
+        return gradient, None, *found
+
+
+def run(x: Tensor, links: Sequence[Link]) -> Tensor:
+    """The output of the last link."""
+    tensors = [tensor for link in links for tensor in link.tensors]
+    result: Tensor = recording.apply(_Chain, x, links, *tensors)
+    return result
