@@ -72,9 +72,9 @@ void use(const std::string& name) {
     throw std::invalid_argument("this machine does not support the instruction set '" + name + "'");
 }
 
-// An uninitialised tensor in kept memory.
+// An uninitialised tensor in kept memory, as a DLPack capsule.
 template <class T>
-nb::ndarray<nb::pytorch, T> empty(const std::vector<size_t>& shape, const std::vector<int64_t>& strides) {
+nb::ndarray<T> empty(const std::vector<size_t>& shape, const std::vector<int64_t>& strides) {
     struct Block {
         void* data;
         size_t bytes;

@@ -43,6 +43,7 @@ class Window {
 
    private:
     void hold(int64_t low, int64_t high) {
+        if (plan_.height * plan_.width == 1 && !source_.reading.scale) return hold_units(high);
         const int64_t row = plan_.row() * plan_.panel, plane = plan_.plane() * plan_.panel;
         if (high > first_ + plan_.window_rows) {  // full: keep what is still needed
             const int64_t kept = std::max<int64_t>(0, last_ - low);
@@ -60,10 +61,22 @@ class Window {
             }
     }
 
+    // All units of a linear layer at once.
+    void hold_units(int64_t high) {
+        if (last_ >= high) return;
+        const int64_t at = n_ * plan_.from.column;
+        pack_pieces(0, at, rows_.get(), plan_.channels, len_);
+        if (totals_ && own_ <= 0) table_.totals(rows_.get(), plan_.panel, plan_.channels, len_, totals_);
+        last_ = high;
+    }
+
     void pack(int64_t channel, int64_t at, T* to) const {
-        const T* from = source_.tensor + at;
         const bool whole = plan_.from.lane == plan_.panel;  // then a row is one run
-        const int64_t count = whole ? 1 : plan_.width, len = whole ? plan_.width * len_ : len_;
+        pack_pieces(channel, at, to, whole ? 1 : plan_.width, whole ? plan_.width * len_ : len_);
+    }
+
+    void pack_pieces(int64_t channel, int64_t at, T* to, int64_t count, int64_t len) const {
+        const T* from = source_.tensor + at;
         if (source_.reading.plain()) return table_.copy(from, plan_.from.lane, to, plan_.panel, count, len);
         table_.read(source_.reading.from(at), channel, from, plan_.from.lane, to, plan_.panel, count, len);
     }

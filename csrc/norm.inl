@@ -44,6 +44,24 @@ double total(const T* x, int64_t len) {
     return block_sum<T>(len, [&](int64_t i, int n) { return get(x + i, n); });
 }
 
+// sums[k] += the sum of the k-th of `count` pieces
+template <class T>
+void totals(const T* x, int64_t step, int64_t count, int64_t len, double* sums) {
+    constexpr int lanes = kLanes<T>;
+    int64_t k = 0;
+    for (; len == 4 * lanes && k + 4 <= count; k += 4) {
+        Vec<T> all[4];
+        for (int q = 0; q < 4; q++) {
+            const T* one = x + (k + q) * step;
+            all[q] = (load<T>(one) + load<T>(one + lanes)) + (load<T>(one + 2 * lanes) + load<T>(one + 3 * lanes));
+        }
+        T four[4] = {};
+        add_sums(four, all);
+        for (int q = 0; q < 4; q++) sums[k + q] += double(four[q]);
+    }
+    for (; k < count; k++) sums[k] += total(x + k * step, len);
+}
+
 template <class T>
 double variation(const T* x, int64_t len, T mean) {
     const Vec<T> m = broadcast<T>(mean);

@@ -24,6 +24,15 @@ template <class T, class Value>
 REWIRE_INLINE void read_as(const T* from, const T* other, int64_t from_step, T* to, int64_t to_step, int64_t count,
                            int64_t len, Value&& value) {
     constexpr int lanes = kLanes<T>;
+    if (len == 4 * lanes) {
+        for (int64_t k = 0; k < count; k++) {
+            const T *x = from + k * from_step, *y = other + k * from_step;
+            T* out = to + k * to_step;
+#pragma GCC unroll 4
+            for (int i = 0; i < 4 * lanes; i += lanes) store<T>(out + i, value(load<T>(x + i), load<T>(y + i)));
+        }
+        return;
+    }
     for (int64_t k = 0; k < count; k++) {
         const T *x = from + k * from_step, *y = other + k * from_step;
         T* out = to + k * to_step;

@@ -28,9 +28,11 @@ from rewire.nn.promises import (
     kinds,
     normalized,
     promise,
+    running,
     settled,
 )
 from rewire.nn.state import hooked
+from rewire.nn.taking import leave, take
 from rewire.ops import channels, layout, pooling
 from rewire.ops.channels import Norm
 
@@ -46,9 +48,9 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
-    moments = None
-    images = isinstance(input, Pending) and input.dim() == 4
+    moments, images = None, False
     if isinstance(input, Pending):
+        images = len(input._state.shape) == 4
         input, moments = input.measured() if training else (inner(input), None)
     # Whether a layer of ours has written it; else five dimensions are those of a volume.
     known = moments is not None or (images and layout.is_panels(input))
@@ -77,6 +79,21 @@ def _batch_norm(
     present = tuple(tensor for tensor in reads if tensor is not None)
     shape = layout.image_shape(input)
     return promise(shape, present, *kinds(input, norm), norm=norm, leaves=owed)
+
+
+def _norm_forward(bn: nn.BatchNorm2d, input: Tensor) -> Tensor:
+    """What ``nn.BatchNorm2d.forward`` does, past torch's dispatch where a layer of ours has just promised
+    the input."""
+    if type(input) is Pending and running() and not hooked() and units.uses_batch(bn):
+        with torch._C.DisableTorchFunction():
+            tensors = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
+            if len(input._state.shape) == 4:
+                y = _batch_norm(input, *tensors, True, bn.momentum, bn.eps)  # type: ignore[arg-type]
+                if y is not None:
+                    if bn.num_batches_tracked is not None:
+                        bn.num_batches_tracked.add_(1)
+                    return y
+    return nn.BatchNorm2d.forward(bn, input)
 
 
 def _max_pool2d(
@@ -213,17 +230,23 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return pytree.tree_map_only(Pending, Pending.settle, output)
 
 
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    nn.Sequential: units.forward,
+    nn.BatchNorm2d: _norm_forward,
+}
+
+
 def fuse(module: nn.Module) -> None:
     """Let ``module`` run as described above whenever it is called."""
     module.__dict__["_call_impl"] = partial(_call, module)
     for part in module.modules():
-        if type(part) is nn.Sequential:
-            units.take(part)
+        if type(part) in _FORWARDS:
+            take(part, _FORWARDS[type(part)])
 
 
 def unfuse(module: nn.Module) -> None:
     """Take :func:`fuse` back, for all parts of a module too."""
     for part in module.modules():
         part.__dict__.pop("_call_impl", None)
-        if type(part) is nn.Sequential:
-            units.leave(part)
+        if type(part) in _FORWARDS:
+            leave(part)

@@ -16,6 +16,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from rewire.nn.state import TOO_LATE, Compute, State, hooked
 from rewire.ops import channels, layout, recording
 from rewire.ops.channels import Moments, Norm, Owed
 
+_make = torch.Tensor._make_wrapper_subclass
 _WORTHWHILE = 1 << 15  # elements of an output
 
 
@@ -191,25 +193,20 @@ def promise(
         norm: the batch norm that this is the output of, ``reads[0]`` being its input.
         leaves: to whom a part of the gradient of ``reads[0]`` may be left.
     """
-    x, grad = reads[0], torch.is_grad_enabled()
+    x = reads[0]
     state = State(shape, reads, compute, add, measure, norm, leaves)
-    running = _local.running[-1] if _local.running else None
+    promises = _local.running
+    running, grad = promises[-1] if promises else None, state.grad_mode
     recorded = x.requires_grad or (running is not None and running.grad_mode)
-    if hooked() or (recorded and not grad):  # activations are being checkpointed
+    if (recorded and not grad) or hooked():  # activations are being checkpointed
         return state.ordinary(compute(False, False))
     strides = layout.contiguous_strides(shape) if row_major else layout.strides(shape)
-
-    def make() -> Pending:
-        pending: Pending = torch.Tensor._make_wrapper_subclass(
-            Pending, shape, strides=strides, dtype=x.dtype, device=x.device
-        )
-        return pending
-
     linked = grad and (x.requires_grad or any(tensor.requires_grad for tensor in reads))
+    make = partial(_make, Pending, shape, strides=strides, dtype=x.dtype, device=x.device)
     pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
     pending._state = state
-    if _local.running:
-        _local.running[-1].pending.append(weakref.ref(pending))
+    if running is not None:
+        running.pending.append(weakref.ref(pending))
     return pending
 
 

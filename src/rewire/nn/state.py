@@ -41,6 +41,14 @@ class State:
     """What a promise knows: how to compute the result, from what, and the result once it is there:
     as it was computed, maybe in panels, and as an ordinary tensor."""
 
+    computed: Tensor | None = None
+    twin: Tensor | None = None  # of what was computed
+    result: Tensor | None = None
+    replaced = False
+    read_behind = False  # by a layer that does the batch norm itself
+    read_inside = False  # by a layer of ours, in panels
+    twin_read = False  # so that a part of the gradient goes another way
+
     def __init__(
         self,
         shape: tuple[int, ...],
@@ -55,14 +63,7 @@ class State:
         self.measure, self.norm, self.leaves = measure, norm, leaves
         self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
-        self.computed: Tensor | None = None
-        self.twin: Tensor | None = None  # of what was computed
-        self.result: Tensor | None = None
         self.owed = Owed()  # to who reads what was computed
-        self.replaced = False
-        self.read_behind = False  # by a layer that does the batch norm itself
-        self.read_inside = False  # by a layer of ours, in panels
-        self.twin_read = False  # so that a part of the gradient goes another way
 
     @property
     def panels(self) -> bool:

@@ -25,6 +25,7 @@ from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
 from rewire.nn.state import hooked
+from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products
 from rewire.ops.chain import Link
 from rewire.ops.channels import Moments, Norm, Owed
@@ -33,22 +34,7 @@ _LAYERS = (SparseConv2d, SparseLinear)
 _WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def take(sequence: nn.Sequential) -> None:
-    """Let a sequence run its units in one step each."""
-    sequence.__dict__.setdefault("forward", partial(_forward, sequence))
-
-
-def leave(sequence: nn.Sequential) -> None:
-    """Take :func:`take` back."""
-    if _taken(sequence):
-        del sequence.__dict__["forward"]
-
-
-def _taken(sequence: nn.Sequential) -> bool:
-    return getattr(sequence.__dict__.get("forward"), "func", None) is _forward
-
-
-def _forward(sequence: nn.Sequential, input: Any) -> Any:
+def forward(sequence: nn.Sequential, input: Any) -> Any:
     """What ``nn.Sequential.forward`` does."""
     if not (promises.running() and torch.is_grad_enabled()) or _has_any_global_hook():
         for module in sequence:
@@ -69,7 +55,7 @@ def _parts(sequence: nn.Sequential) -> Iterator[nn.Module]:
     """The modules that run one after the other, those of inner sequences among them."""
     for module in sequence._modules.values():
         assert module is not None
-        if type(module) is nn.Sequential and _taken(module) and not _watched(module):
+        if type(module) is nn.Sequential and taken(module) and not _watched(module):
             yield from _parts(module)
         else:
             yield module
@@ -82,7 +68,8 @@ def _watched(module: nn.Module) -> bool:
 
 def _own(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these types and just what they say, and nobody watches it."""
-    return type(module) in kinds and "forward" not in module.__dict__ and not _watched(module)
+    own = "forward" in module.__dict__ and not taken(module)
+    return type(module) in kinds and not own and not _watched(module)
 
 
 class _Unit(NamedTuple):
@@ -115,13 +102,17 @@ def _unit(modules: Sequence[nn.Module], at: int) -> _Unit | None:
     return _Unit(layer, bn, relu, pool, at + 2 + relu + (pool is not None))
 
 
+def uses_batch(bn: Any) -> bool:
+    """Whether a batch norm uses the batch's own statistics, and tracks all of them or none."""
+    tracked = [t is not None for t in (bn.running_mean, bn.running_var, bn.num_batches_tracked)]
+    all_or_none = tracked == [bn.track_running_stats] * 3
+    return bool(bn.training and bn.momentum is not None and all_or_none)
+
+
 def _fit(conv: SparseConv2d, bn: Any) -> bool:
-    """Whether the batch norm uses the batch's own statistics, and the kernels can do it."""
+    """Whether the kernels can do the batch norm."""
     tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
-    tracked = [t is not None for t in (*tensors[2:], bn.num_batches_tracked)]
-    if not bn.training or bn.momentum is None or tracked != [bn.track_running_stats] * 3:
-        return False
-    if native.kernels(conv.values) is None:
+    if not uses_batch(bn) or native.kernels(conv.values) is None:
         return False
     shape, dtype = (conv.out_channels,), conv.values.dtype
     return all(

@@ -64,7 +64,7 @@ class _Chain(torch.autograd.Function):
         return x
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         saved, end = ctx.saved_tensors, len(ctx.saved_tensors)
         gradient: Tensor | None = dy

@@ -141,7 +141,7 @@ class _BatchNorm(torch.autograd.Function):
         return (z, z.detach()) if twice else z
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dz: Tensor | None, more: Tensor | None = None) -> Any:
         x, weight, bias, mean, variance, z = ctx.saved_tensors
         if dz is None:
@@ -263,9 +263,9 @@ def _apply(x: Tensor, norm: Norm, residual: Tensor | None, twice: bool) -> Any:
         same = layout.image_shape(residual) == layout.image_shape(x)
         if not same or residual.dtype != x.dtype:
             raise ValueError("the residual must have the shape and type of the input")
-        residual = (
-            apply(_Moved, residual, x) if residual.requires_grad else layout.as_in(residual, x)
-        )
+        if not layout.lies_as(residual, x):
+            moved = residual.requires_grad
+            residual = apply(_Moved, residual, x) if moved else layout.as_in(residual, x)
     tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
         return apply(_BatchNorm, *tensors, norm, twice)
@@ -277,12 +277,11 @@ class _Moved(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        moved = layout.as_in(x, other)
         ctx.given = x.shape
-        return x.view_as(x) if moved is x else moved
+        return layout.as_in(x, other)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         if dy.shape != ctx.given:
             panels = len(ctx.given) == 5
@@ -297,7 +296,7 @@ class _FromPanels(torch.autograd.Function):
         return layout.from_panels(x)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return layout.to_panels(dy, ctx.panel)
 
@@ -314,7 +313,7 @@ class _Dropout(torch.autograd.Function):
         return _drop_out(x, probability, seed)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         return _drop_out(layout.to_batch_last(dy), ctx.probability, ctx.seed), None, None
 

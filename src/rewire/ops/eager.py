@@ -78,7 +78,7 @@ class _Product(torch.autograd.Function):
         return layout.to_row_major(y) if row_major else y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         x, values, z, *rest = ctx.saved_tensors
         topology = Topology(*rest[4:])

@@ -137,8 +137,17 @@ def ready(x: Tensor) -> Tensor:
     return x.contiguous() if x.dim() == 5 else to_batch_last(x)
 
 
+def lies_as(x: Tensor, other: Tensor) -> bool:
+    """Whether images lie in memory as ``other`` does: in panels, or batch-last."""
+    if x.dim() != other.dim():
+        return False
+    return x.is_contiguous() if is_panels(other) else is_batch_last(x)
+
+
 def as_in(x: Tensor, other: Tensor) -> Tensor:
     """The same images in the memory of ``other``: panels, or batch-last."""
+    if lies_as(x, other):
+        return x
     if not is_panels(other):
         return from_panels(x) if is_panels(x) and other.dim() == 4 else to_batch_last(x)
     return x.contiguous() if x.dim() == 5 else to_panels(x, other.shape[-1])
@@ -170,6 +179,7 @@ def _copy_panels(kernels: Any, x: Tensor, y: Tensor, batch: int, panel: int, int
     kernels.panels(x.data_ptr(), positions, batch, panel, into, y.data_ptr(), native.threads())
 
 
+@lru_cache(maxsize=4096)
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Strides of a contiguous tensor.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import types
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -22,6 +23,9 @@ except ImportError as error:  # built without a compiler, or for another machine
         stacklevel=2,
     )
 
+from_capsule: Callable[[Any], Tensor] = (
+    torch._C._from_dlpack
+)  # torch.from_dlpack looks at more first
 KERNEL_DTYPES = (torch.float32, torch.float64)
 _LARGE = 1 << 16  # bytes from which kept memory is worth its bookkeeping
 
@@ -86,16 +90,14 @@ def empty(kernels: Any, shape: tuple[int, ...], strides: tuple[int, ...], like: 
         bytes_ *= n
     if bytes_ < _LARGE:
         return torch.empty_strided(shape, strides, dtype=like.dtype)
-    tensor: Tensor = kernels.empty(shape, strides)
-    return tensor
+    return from_capsule(kernels.empty(shape, strides))
 
 
 def integers(count: int) -> Tensor:
     """An uninitialised int32 vector, a large one in such memory, too: kernels read it from all over."""
     if _module is None or 4 * count < _LARGE:
         return torch.empty(count, dtype=torch.int32)
-    words: Tensor = _module.f32.empty((count,), (1,))
-    return words.view(torch.int32)
+    return from_capsule(_module.f32.empty((count,), (1,))).view(torch.int32)
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.ops import layout, native
+from rewire.ops import layout, native, recording
 from rewire.ops.chain import Link
 from rewire.ops.channels import Norm, apply, kernels_for
 
@@ -46,7 +46,7 @@ class _MaxPool(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         which, x, *kept = ctx.saved_tensors
         dy = layout.ready(dy)
@@ -101,7 +101,7 @@ class _MeanPool(torch.autograd.Function):
         return y
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
         dy = layout.to_batch_last(dy)
         kernels = native.kernels(dy)
@@ -184,7 +184,10 @@ class _Pad(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, amounts: tuple[tuple[int, int], ...], value: float) -> Tensor:
         shape = tuple(size + sum(amounts[d]) for d, size in enumerate(x.shape))
-        out = layout.empty(shape, x).fill_(value)
+        out = layout.empty(shape, x)
+        for dim, (before, after) in enumerate(amounts):
+            out.narrow(dim, 0, before).fill_(value)
+            out.narrow(dim, shape[dim] - after, after).fill_(value)
         ctx.inner = tuple(
             slice(before, before + x.shape[d]) for d, (before, _) in enumerate(amounts)
         )
