@@ -280,13 +280,16 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
                                                       factor, acc, rest);
             add_sums(grad + e, dot);
         }
-        if (e < end) {  // one to three more
+        if (e < end) {  // one to three more, and nothing in place of the others: which it is cannot be foreseen
+            static const T zeros[V * kLanes<T>] = {};
             Vec<T> dot[4] = {};
 #pragma GCC unroll 3
-            for (int q = 0; q < 3; q++)
-                if (e + q < end)
-                    dot[q] = dot_entry<T, V, kPart, kDst>(src + offset[e + q] * step, kDst ? weight[e + q] : T(0),
-                                                          factor, acc, rest);
+            for (int q = 0; q < 3; q++) {
+                const bool here = e + q < end;
+                const int32_t k = here ? e + q : e;
+                const T *from = src + offset[k] * step, *source = here ? from : zeros;
+                dot[q] = dot_entry<T, V, kPart, kDst>(source, kDst && here ? weight[k] : T(0), factor, acc, rest);
+            }
             T sums[4] = {};
             add_sums(sums, dot);
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
