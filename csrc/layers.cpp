@@ -37,7 +37,7 @@ class Window {
     const T* at(int64_t i, int64_t last) {
         const int64_t low = i * plan_.h.stride + plan_.origin;
         hold(std::max<int64_t>(low, 0),
-             std::min(plan_.height, last * plan_.h.stride + plan_.h.highest() + 1));
+             std::min(plan_.height, last * plan_.h.stride + plan_.rows.highest + 1));
         return rows_.get() + (low - first_) * plan_.row() * plan_.panel;
     }
 
@@ -96,19 +96,20 @@ class Window {
     Scratch<T> rows_;
 };
 
-// The tiles of a pass in the order in which they are worked on, cut into tasks.
+// The tiles of some passes over one source in the order in which they are worked on, cut into tasks. Several passes
+// read one window; the first of them has the most rows and columns.
 template <class T>
 class Sweep {
    public:
-    Sweep(const Table<T>& table, const Plan& plan, const Source<T>& source, int threads)
-        : table_(table), plan_(plan), source_(source) {
-        if (plan.mode == Mode::window) {
-            tiles_ = plan.columns();
-            tasks_ = tiles_.empty() || !plan.h.count ? 0 : plan.panels() * plan.bands();
+    Sweep(const Table<T>& table, const std::vector<const Plan*>& plans, const Source<T>& source, int threads)
+        : table_(table), plans_(plans), plan_(*plans.front()), source_(source) {
+        if (plan_.mode == Mode::window) {
+            for (const Plan* plan : plans) tiles_.push_back(plan->columns());
+            tasks_ = tiles_.front().empty() || !plan_.h.count ? 0 : plan_.panels() * plan_.bands();
             return;
         }
-        tiles_ = plan.cut();
-        tasks_ = std::min<int64_t>(64, int64_t(tiles_.size()));
+        tiles_ = {plan_.cut()};
+        tasks_ = std::min<int64_t>(64, int64_t(tiles_.front().size()));
         if (!source.reading.plain()) settle(threads);
     }
 
@@ -118,18 +119,19 @@ class Sweep {
     // Whether the tasks together read all rows of the source, and can add up its channels on the way.
     bool totals() const {
         return plan_.mode == Mode::window && plan_.h.stride == 1 && plan_.origin <= 0 &&
-               plan_.h.count - 1 + plan_.h.highest() >= plan_.height - 1;
+               plan_.h.count - 1 + plan_.rows.highest >= plan_.height - 1;
     }
     const Source<T>& source() const { return source_; }
 
-    // Calls body(source, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of the
-    // channels over what no other task adds.
+    // Calls body(pass, source, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of
+    // the channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
         if (plan_.mode == Mode::window) return slide(task, totals, body);
-        const int64_t count = int64_t(tiles_.size()), last = count * (task + 1) / tasks_;
+        const auto& tiles = tiles_.front();
+        const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
         for (int64_t t = count * task / tasks_; t < last; t += kTiles)
-            body(source_.tensor, &tiles_[size_t(t)], std::min(kTiles, last - t));
+            body(size_t(0), source_.tensor, &tiles[size_t(t)], std::min(kTiles, last - t));
     }
 
    private:
@@ -149,33 +151,42 @@ class Sweep {
         const int64_t bands = plan_.bands(), band = task % bands, n = task / bands * plan_.panel;
         const int64_t first = plan_.h.count * band / bands;
         // The band before has read up to here.
-        const int64_t own = band ? (first - 1) * plan_.h.stride + plan_.h.highest() + 1 : 0;
+        const int64_t own = band ? (first - 1) * plan_.h.stride + plan_.rows.highest + 1 : 0;
         Window<T> window(table_, plan_, source_, n, own, totals);
-        const int64_t end = plan_.h.count * (band + 1) / bands, each = int64_t(tiles_.size());
+        const int64_t end = plan_.h.count * (band + 1) / bands, each = int64_t(tiles_.front().size());
         const int64_t rows = std::max<int64_t>(1, std::min(plan_.rows_at_once(), kTiles / each));
-        Tile group[kTiles];
         for (int64_t i = first; i < end; i += rows) {
             const int64_t next = std::min(end, i + rows);
             const T* source = window.at(i, next - 1);
-            int64_t count = 0;
-            for (int64_t row = i; row < next; row++)
-                for (Tile tile : tiles_) {
-                    plan_.h.valid(row, tile.kh0, tile.kh1);
-                    tile.len = int32_t(std::min(plan_.panel, plan_.batch - n));
-                    tile.src += (row - i) * plan_.h.stride * plan_.row() * plan_.panel;
-                    tile.dst += (plan_.h.first + row * plan_.h.every) * plan_.out_width * plan_.to.lane + n * plan_.to.column;
-                    group[count++] = tile;
-                    if (count == kTiles) body(source, group, std::exchange(count, 0));
-                }
-            if (count) body(source, group, count);
+            for (size_t pass = 0; pass < plans_.size(); pass++)
+                place(pass, n, i, std::min(next, plans_[pass]->h.count), source, body);
         }
     }
 
+    // The tiles of rows [first, end) of one pass, for the panel that starts at column n.
+    template <class Body>
+    void place(size_t pass, int64_t n, int64_t first, int64_t end, const T* source, Body&& body) const {
+        const Plan& plan = *plans_[pass];
+        Tile group[kTiles];
+        int64_t count = 0;
+        for (int64_t row = first; row < end; row++)
+            for (Tile tile : tiles_[pass]) {
+                plan.h.valid(row, tile.kh0, tile.kh1);
+                tile.len = int32_t(std::min(plan.panel, plan.batch - n));
+                tile.src += (row - first) * plan.h.stride * plan.row() * plan.panel;
+                tile.dst += (plan.h.first + row * plan.h.every) * plan.out_width * plan.to.lane + n * plan.to.column;
+                group[count++] = tile;
+                if (count == kTiles) body(pass, source, group, std::exchange(count, 0));
+            }
+        if (count) body(pass, source, group, count);
+    }
+
     const Table<T>& table_;
-    const Plan& plan_;
+    const std::vector<const Plan*> plans_;
+    const Plan& plan_;  // the first
     Source<T> source_;
     Scratch<T> settled_;
-    std::vector<Tile> tiles_;  // in a window: of one row
+    std::vector<std::vector<Tile>> tiles_;  // of each pass; in a window: of one row
     int64_t tasks_;
 };
 
@@ -220,7 +231,7 @@ class Affine {
 template <class T>
 void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const Source<T>& source, int64_t rows,
              int64_t count, T* mean, T* variance, int threads) {
-    const Sweep<T> sweep(table, plan, source, threads);
+    const Sweep<T> sweep(table, {&plan}, source, threads);
     if (!sweep.tasks() || !rows) return;
     std::vector<Spread> spreads(mean ? size_t(sweep.tasks() * rows) : 0);
     threads = worth((count + rows) * sweep.elements(), threads);
@@ -229,7 +240,7 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
         if (mean) mine.spread = &spreads[size_t(task / blocks * rows)];
-        sweep.run(task / blocks, nullptr, [&](const T* from, const Tile* tiles, int64_t count) {
+        sweep.run(task / blocks, nullptr, [&](size_t, const T* from, const Tile* tiles, int64_t count) {
             mine.src = from;
             table.sum(mine, tiles, count, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
         });
@@ -255,48 +266,76 @@ void add_parts(const std::vector<double>& sums, int64_t parts, Out* out) {
     for (size_t k = 0; k < sums.size(); k++) out[k % each] += Out(sums[k]);
 }
 
-// grad[places[e]] = the sum over all positions for entry e (places null: e itself). The tasks are dealt
+// A backward pass: which positions it computes, over which connections, with which weights.
+template <class T>
+struct Pass {
+    Plan plan;
+    Offsets offsets;
+    Scratch<T> weight;
+};
+
+// grad[places[e]] = the sum over all positions for entry e of a pass (places null: e itself). The tasks are dealt
 // into parts, each with sums of its own, which are added in order: the result does not depend on which
 // thread did what. `totals`, or null: receives the sums of the source's channels.
 template <class T>
-void run_dots(const Table<T>& table, const Dots<T>& dots, const Plan& plan, const Source<T>& source, int64_t rows,
-              const Offsets& offsets, T* grad, double* totals, int threads) {
-    const Sweep<T> sweep(table, plan, source, threads);
-    const int64_t count = offsets.count;
-    const int32_t* places = offsets.places;
+void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<const Pass<T>*>& passes,
+              const Source<T>& source, int64_t rows, T* grad, double* totals, int threads) {
+    std::vector<const Plan*> plans;
+    int64_t count = 0, most = 0;
+    for (const Pass<T>* pass : passes) {
+        plans.push_back(&pass->plan);
+        count += pass->offsets.count;
+        if (pass->offsets.count > passes[size_t(most)]->offsets.count) most = int64_t(plans.size()) - 1;
+    }
+    const Plan& plan = *plans.front();
+    const Sweep<T> sweep(table, plans, source, threads);
     if (totals && !(sweep.totals() && sweep.tasks() && rows)) {
         add_channels(table, plan, sweep.source(), totals, threads);
         totals = nullptr;
     }
     if (!sweep.tasks() || !rows) {
-        for (int64_t e = 0; e < count; e++) grad[places ? places[e] : e] = T(0);
+        for (const Pass<T>* pass : passes)
+            for (int64_t e = 0; e < pass->offsets.count; e++)
+                grad[pass->offsets.places ? pass->offsets.places[e] : e] = T(0);
         return;
     }
     threads = worth((count + rows) * sweep.elements(), threads);
     const int64_t parts = gradient_parts(count, sweep.tasks());
-    const int64_t taps = dots.entries.taps_h * dots.entries.taps_w;
-    const auto cuts = cut_rows(dots.entries, rows, row_blocks(parts, threads));
+    const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
-    const Scratch<T> sums(parts * count);
+    const Scratch<T> sums(parts * count);  // by pass, then part
     std::vector<double> norm_sums(dots.sums ? size_t(parts * rows * 2) : 0);
     std::vector<double> channel_sums(totals ? size_t(parts * plan.channels) : 0);
     parallel_for(parts * blocks, threads, [&](int64_t task) {
         const int64_t part = task / blocks, row0 = cuts[size_t(task % blocks)], row1 = cuts[size_t(task % blocks + 1)];
-        const int64_t first = dots.entries.ptr[row0 * taps], last = dots.entries.ptr[row1 * taps];
-        Dots<T> mine = dots;
-        mine.grad = sums.get() + part * count;
-        if (dots.sums) mine.sums = &norm_sums[size_t(part * rows * 2)];
+        std::vector<Dots<T>> mine;
+        T* start = sums.get();
+        for (const Pass<T>* pass : passes) {
+            const Entries& entries = pass->offsets.entries;
+            const int64_t taps = entries.taps_h * entries.taps_w;
+            const int64_t first = entries.ptr[row0 * taps], last = entries.ptr[row1 * taps];
+            mine.push_back(dots);
+            mine.back().entries = entries;
+            mine.back().weight = pass->weight.get();
+            mine.back().grad = start + part * pass->offsets.count;
+            if (dots.sums) mine.back().sums = &norm_sums[size_t(part * rows * 2)];
+            std::memset(mine.back().grad + first, 0, sizeof(T) * size_t(last - first));
+            start += parts * pass->offsets.count;
+        }
         double* channels = totals && !row0 ? &channel_sums[size_t(part * plan.channels)] : nullptr;
-        std::memset(mine.grad + first, 0, sizeof(T) * size_t(last - first));
         for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
-            sweep.run(t, channels, [&](const T* from, const Tile* tiles, int64_t count) {
-                mine.src = from;
-                table.dots(mine, tiles, count, row0, row1);
+            sweep.run(t, channels, [&](size_t pass, const T* from, const Tile* tiles, int64_t count) {
+                mine[pass].src = from;
+                table.dots(mine[pass], tiles, count, row0, row1);
             });
     });
     if (dots.sums) add_parts(norm_sums, parts, dots.sums);
     if (totals) add_parts(channel_sums, parts, totals);
-    join_parts(sums.get(), parts, count, places, grad, threads);
+    const T* start = sums.get();
+    for (const Pass<T>* pass : passes) {
+        join_parts(start, parts, pass->offsets.count, pass->offsets.places, grad, threads);
+        start += parts * pass->offsets.count;
+    }
 }
 
 Memory input(const Geometry& g) {
@@ -309,19 +348,27 @@ Memory output(const Geometry& g) {
 
 template <class T>
 Plan forward_plan(const Geometry& g, int panel) {
-    return Plan(forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh),
-                forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), g.in_channels, g.out_width, g.batch,
-                g.panel ? g.panel : panel, input(g), output(g), sizeof(T));
+    Axis h = forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh);
+    const Shifts rows = h.shifts();
+    return Plan(std::move(h), forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), rows, g.in_channels,
+                g.out_width, g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T));
 }
 
-// Calls pass(plan) for each set of input positions that share their taps: one where the stride is 1.
-template <class T, class Pass>
-void for_each_phase(const Geometry& g, int panel, Pass&& pass) {
-    for (int32_t rh = 0; rh < g.sh; rh++)
-        for (int32_t rw = 0; rw < g.sw; rw++)
-            pass(Plan(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, rh),
-                      backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, rw), g.out_channels, g.width,
-                      g.batch, g.panel ? g.panel : panel, output(g), input(g), sizeof(T)));
+// One pass for each set of input positions that share their taps: one where the stride is 1. The first has the
+// most rows and columns.
+template <class T>
+std::vector<Plan> backward_plans(const Geometry& g, int panel) {
+    std::vector<Axis> down, across;
+    for (int32_t r = 0; r < g.sh; r++) down.push_back(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, r));
+    for (int32_t r = 0; r < g.sw; r++) across.push_back(backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, r));
+    Shifts rows = down.front().shifts();
+    for (const Axis& h : down) rows = {std::min(rows.lowest, h.shifts().lowest), std::max(rows.highest, h.shifts().highest)};
+    std::vector<Plan> plans;
+    for (const Axis& h : down)
+        for (const Axis& w : across)
+            plans.emplace_back(h, w, rows, g.out_channels, g.width, g.batch, g.panel ? g.panel : panel, output(g),
+                               input(g), sizeof(T));
+    return plans;
 }
 
 }  // namespace
@@ -340,25 +387,25 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
 template <class T>
 void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* dy,
                     T* dx, int threads) {
-    for_each_phase<T>(g, table.sum_tile, [&](const Plan& plan) {
+    for (const Plan& plan : backward_plans<T>(g, table.sum_tile)) {
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
                    {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * plan.to.lane, nullptr, false,
                     nullptr},
                    plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
-    });
+    }
 }
 
 template <class T>
 void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* x, const T* dy,
                      T* grad, int threads) {
-    const Plan plan = forward_plan<T>(g, table.dots_tile);
-    const Offsets offsets = forward_offsets(g, a, plan);
-    run_dots<T>(table,
-                {offsets.entries, nullptr, nullptr, plan.step(), dy, nullptr, g.out_plane() * plan.to.lane, nullptr, {},
-                 nullptr, nullptr},
-                plan, {x}, g.out_channels, offsets, grad, nullptr, threads);
+    Plan plan = forward_plan<T>(g, table.dots_tile);
+    Offsets offsets = forward_offsets(g, a, plan);
+    const int64_t step = plan.step(), row = g.out_plane() * plan.to.lane;
+    const Pass<T> pass{std::move(plan), std::move(offsets), {}};
+    run_dots<T>(table, {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, {}, nullptr, nullptr}, {&pass}, {x},
+                g.out_channels, grad, nullptr, threads);
 }
 
 template <class T>
@@ -366,16 +413,27 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
                const BatchNorm<T>* norm, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
     const Affine<T> affine(norm);
     std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
-    bool added = !out.bias;
-    for_each_phase<T>(g, table.dots_tile, [&](const Plan& plan) {
-        const Offsets offsets = backward_offsets(g, a, plan);
-        const auto weight = gather(values, offsets.places, offsets.count, threads);
+    std::vector<Pass<T>> passes;
+    for (Plan& plan : backward_plans<T>(g, table.dots_tile)) {
+        Offsets offsets = backward_offsets(g, a, plan);
+        auto weight = gather(values, offsets.places, offsets.count, threads);
+        passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});
+    }
+    double* sum_up = out.bias ? totals.data() : nullptr;
+    const auto run = [&](const std::vector<const Pass<T>*>& some) {
+        const Plan& plan = some.front()->plan;
         run_dots<T>(table,
-                    {offsets.entries, weight.get(), nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
+                    {{}, nullptr, nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
                      affine.reading(), norm ? norm->mean : nullptr, norm ? sums.data() : nullptr},
-                    plan, {dy, reading}, g.in_channels, offsets, out.values,
-                    std::exchange(added, true) ? nullptr : totals.data(), threads);
-    });
+                    some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
+    };
+    if (passes.front().plan.mode == Mode::window) {  // which all of them read
+        std::vector<const Pass<T>*> all;
+        for (const Pass<T>& pass : passes) all.push_back(&pass);
+        run(all);
+    } else {
+        for (const Pass<T>& pass : passes) run({&pass});
+    }
     for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
     if (norm) batch_norm_gradient(table, *norm, x, sums.data(), out.dx, out.norm, threads);
 }

@@ -24,8 +24,10 @@ void Axis::valid(int64_t i, int32_t& begin, int32_t& end) const {
     while (end > begin && !inside(end - 1)) end--;
 }
 
-int64_t Axis::lowest() const { return shift.empty() ? 0 : std::min(shift.front(), shift.back()); }
-int64_t Axis::highest() const { return shift.empty() ? 0 : std::max(shift.front(), shift.back()); }
+Shifts Axis::shifts() const {
+    if (shift.empty()) return {0, 0};
+    return {std::min(shift.front(), shift.back()), std::max(shift.front(), shift.back())};
+}
 
 Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d) {
     Axis axis{out, s, size, 0, 1, {}, {}};
@@ -47,8 +49,8 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
     return axis;
 }
 
-Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, Memory from_,
-           Memory to_, int64_t element)
+Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
+           Memory from_, Memory to_, int64_t element)
     : h(std::move(h_)),
       w(std::move(w_)),
       channels(channels_),
@@ -59,11 +61,12 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
       panel(panel_),
       from(from_),
       to(to_),
-      mode(Mode::direct) {
+      mode(Mode::direct),
+      rows(rows_) {
     if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
     mode = Mode::window;
-    origin = h.lowest();
-    const int64_t span = h.highest() - origin + 1, row_bytes = channels * row() * panel * element;
+    origin = rows.lowest;
+    const int64_t span = rows.highest - origin + 1, row_bytes = channels * row() * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
     if (window_rows * row_bytes <= kPackMax) return;
     // No cache holds the source: then all of a unit that lies in one place in memory is read at once.
@@ -73,13 +76,13 @@ Plan::Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batc
 }
 
 int64_t Plan::rows_at_once() const {
-    const int64_t held = (window_rows - (h.highest() - h.lowest() + 1)) / h.stride + 1;
+    const int64_t held = (window_rows - (rows.highest - rows.lowest + 1)) / h.stride + 1;
     return std::max<int64_t>(1, std::min(held, kAtOnce / std::max<int64_t>(1, w.count)));
 }
 
 int64_t Plan::bands() const {
-    const int64_t rows = 4 * std::max<int64_t>(1, (h.highest() - h.lowest()) / std::max<int64_t>(1, h.stride));
-    return std::max<int64_t>(1, std::min(h.count / rows, (32 + panels() - 1) / panels()));
+    const int64_t least = 4 * std::max<int64_t>(1, (rows.highest - rows.lowest) / std::max<int64_t>(1, h.stride));
+    return std::max<int64_t>(1, std::min(h.count / least, (32 + panels() - 1) / panels()));
 }
 
 std::vector<Tile> Plan::columns() const {

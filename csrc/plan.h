@@ -9,6 +9,11 @@
 
 namespace rewire {
 
+// The lowest and the highest of some shifts, 0 among them if there are none.
+struct Shifts {
+    int64_t lowest, highest;
+};
+
 // One axis of an image: index i of what is computed reads source index i*stride + shift[k] through the
 // k-th of `taps`, and lies at first + i*every in its own plane.
 struct Axis {
@@ -19,8 +24,7 @@ struct Axis {
 
     // The taps whose source lies inside the image.
     void valid(int64_t i, int32_t& begin, int32_t& end) const;
-    int64_t lowest() const;
-    int64_t highest() const;
+    Shifts shifts() const;
 };
 
 Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d);
@@ -49,10 +53,11 @@ struct Plan {
     int64_t batch, panel;             // columns of the batch, and how many are taken at once
     Memory from, to;                  // the source, and what is computed
     Mode mode;
-    int64_t origin = 0, window_rows = 0;  // lowest row shift; rows a window holds
+    Shifts rows;                          // of the rows that are read, by this pass or another one from the same window
+    int64_t origin = 0, window_rows = 0;  // the lowest of them; rows a window holds
 
-    Plan(Axis h_, Axis w_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_, Memory from_,
-         Memory to_, int64_t element);
+    Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
+         Memory from_, Memory to_, int64_t element);
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
     // Contiguous runs of the source: a channel, or one panel of it; the k-th is of channel k % channels.
