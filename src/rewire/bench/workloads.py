@@ -25,6 +25,7 @@ from rewire import SparseConv2d, SparseLinear
 from rewire.bench import peers
 from rewire.bench.case import CSR, DENSE, FORWARD, INFERENCE, OURS, TRAINING, Functions, Groups
 from rewire.bench.timing import Function
+from rewire.nn.fusion import fuse
 from rewire.ops import layout
 
 LAYERS = 4  # of a chain
@@ -140,12 +141,15 @@ def conv_inference(shape: ConvShape, sparsity: float) -> Groups:
 
 
 def _linears(width: int, count: int, sparsity: float) -> nn.Sequential:
-    """One layer, or copies of it with ReLU: drawing the connections anew would take long."""
+    """One layer, or copies of it with ReLU, in a model that runs as a converted one does: drawing the
+    connections anew would take long."""
     layer = SparseLinear(width, width, sparsity=sparsity)
     if count == 1:
         return nn.Sequential(layer)
     copies = [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
-    return nn.Sequential(*(module for each in copies for module in (each, nn.ReLU())))
+    chain = nn.Sequential(*(module for each in copies for module in (each, nn.ReLU())))
+    fuse(chain)
+    return chain
 
 
 def _convs(shape: ConvShape, sparsity: float) -> nn.Sequential:

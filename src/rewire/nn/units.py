@@ -36,7 +36,7 @@ _WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backwar
 
 def forward(sequence: nn.Sequential, input: Any) -> Any:
     """What ``nn.Sequential.forward`` does."""
-    if not (promises.running() and torch.is_grad_enabled()) or _has_any_global_hook():
+    if not promises.running() or _has_any_global_hook():
         for module in sequence:
             input = module(input)
         return input
@@ -89,7 +89,7 @@ def _unit(modules: Sequence[nn.Module], at: int) -> _Unit | None:
     layer: Any = modules[at]
     bn: Any = modules[at + 1]
     rest: list[Any] = list(modules[at + 2 : at + 4])
-    if layer.probe is not None or not layer.values.requires_grad:
+    if layer.probe is not None or (torch.is_grad_enabled() and not layer.values.requires_grad):
         return None
     if _own(bn, nn.ReLU):
         return _Unit(layer, None, True, None, at + 2)
@@ -109,10 +109,15 @@ def uses_batch(bn: Any) -> bool:
     return bool(bn.training and bn.momentum is not None and all_or_none)
 
 
+def _uses_running(bn: Any) -> bool:
+    """Whether a batch norm uses what it has tracked."""
+    return not bn.training and bn.running_mean is not None and bn.running_var is not None
+
+
 def _fit(conv: SparseConv2d, bn: Any) -> bool:
     """Whether the kernels can do the batch norm."""
     tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
-    if not uses_batch(bn) or native.kernels(conv.values) is None:
+    if not (uses_batch(bn) or _uses_running(bn)) or native.kernels(conv.values) is None:
         return False
     shape, dtype = (conv.out_channels,), conv.values.dtype
     return all(
@@ -135,7 +140,8 @@ def _run(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] | 
         y, norm = chain.run(links.source, links.found), links.norm
         if norm is None:
             return kept(y, None), at
-        reads = tuple(t for t in (y, norm.weight, norm.bias) if t is not None)
+        statistics = () if norm.training else norm[2:4]
+        reads = tuple(t for t in (y, norm.weight, norm.bias, *statistics) if t is not None)
         compute, plus = kinds(y, norm)
         add = None if norm.relu else plus
         return promise(links.shape, reads, compute, add, norm=norm, leaves=norm.owed), at
@@ -164,7 +170,7 @@ class _Links:
         if layer.values.dtype != dtype or shape is None or min(shape) < 1:
             return False
         size = math.prod(shape) // shape[1]
-        if bn is not None and size < 2:
+        if bn is not None and bn.training and size < 2:
             return False  # torch says what is wrong
         products.check_layer(layer.sizes, self.shape[1], dtype, *layer.parts)
         norm, self.norm = self.norm, None
@@ -173,10 +179,14 @@ class _Links:
         if bn is None:
             self._append(layer, norm, shape, relu=unit.relu)
             return True
-        mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
-        moments = Moments(mean, variance, Owed())
-        self._append(layer, norm, shape, partial(_track, bn, moments, size), moments=moments)
-        self.norm = Norm(bn.weight, bn.bias, mean, variance, True, bn.eps, unit.relu, moments.owed)
+        moments, after = Moments(bn.running_mean, bn.running_var), None  # type: ignore[arg-type]
+        if bn.training:
+            mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
+            moments = Moments(mean, variance, Owed())
+            after = partial(_track, bn, moments, size)
+        self._append(layer, norm, shape, after, moments=moments if bn.training else None)
+        mean, variance, owed = moments
+        self.norm = Norm(bn.weight, bn.bias, mean, variance, bn.training, bn.eps, unit.relu, owed)
         sizes = None if unit.pool is None else _sizes(unit.pool, shape)
         if sizes is not None:
             self.found.append(pooling.link(self.norm, *sizes))

@@ -53,9 +53,7 @@ class _Chain(torch.autograd.Function):
         saved: list[Tensor | None] = []
         for link in links:
             step = _Context((first, *islice(needs, len(link.tensors))))
-            x = link.function.forward(step, x, *link.tensors, *link.rest)
-            if link.after is not None:
-                link.after()
+            x = _call(link, step, x)
             first = first or any(step.needs_input_grad)
             saved += step.saved_tensors
             ctx.steps.append((step, link.function.backward, len(step.saved_tensors)))
@@ -79,6 +77,17 @@ class _Chain(torch.autograd.Function):
 
 def run(x: Tensor, links: Sequence[Link]) -> Tensor:
     """The output of the last link."""
-    tensors = [tensor for link in links for tensor in link.tensors]
-    result: Tensor = recording.apply(_Chain, x, links, *tensors)
-    return result
+    if torch.is_grad_enabled():
+        tensors = [tensor for link in links for tensor in link.tensors]
+        result: Tensor = recording.apply(_Chain, x, links, *tensors)
+        return result
+    for link in links:
+        x = _call(link, _Context((False,) * (1 + len(link.tensors))), x)
+    return x
+
+
+def _call(link: Link, step: Any, x: Tensor) -> Tensor:
+    y: Tensor = link.function.forward(step, x, *link.tensors, *link.rest)
+    if link.after is not None:
+        link.after()
+    return y
