@@ -258,3 +258,79 @@ def test_types_without_kernels(count: list[int]) -> None:
     fuse(model)
     model(normal(8, 3, 8, 8).bfloat16()).sum().backward()
     assert count[0] == 0
+
+
+def test_units_that_follow_each_other_are_one_node() -> None:
+    model = nn.Sequential(
+        *(conv(3, 6), nn.ReLU(), nn.Sequential(conv(6, 6), norm(6), nn.ReLU(), nn.MaxPool2d(2))),
+        *(conv(6, 4), nn.ReLU()),
+    ).double()
+    fuse(model)
+    y = model(normal(7, 3, 8, 8))  # fills no panels
+    assert y.grad_fn is not None
+    assert y.grad_fn.name() == "_ChainBackward"
+    inputs = {node.name() for node, _ in y.grad_fn.next_functions if node is not None}
+    assert inputs == {"torch::autograd::AccumulateGrad"}
+
+
+def test_what_a_chain_has_saved_is_freed_by_backward() -> None:
+    """The output, which holds the graph, may live on."""
+    model = sequence("vgg")
+    fuse(model)
+    y = model(normal(7, 3, 8, 8))
+    node: Any = y.grad_fn
+    assert len(node.saved_tensors) > 20
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        y.sum().backward()
+    with pytest.raises(RuntimeError, match="freed"):
+        _ = node.saved_tensors
+
+
+def test_backward_twice() -> None:
+    model = sequence("vgg")
+    fuse(model)
+    y = model(normal(8, 3, 8, 8)).square().sum()
+    first = torch.autograd.grad(y, list(model.parameters()), retain_graph=True)
+    second = torch.autograd.grad(y, list(model.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("place", [0, 1, 7])
+def test_a_weight_that_changes_before_backward(place: int) -> None:
+    model = sequence("vgg")
+    fuse(model)
+    y = model(normal(8, 3, 8, 8)).sum()
+    with torch.no_grad():
+        next(model[place].parameters()).add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_no_second_derivative() -> None:
+    model = sequence("vgg")
+    fuse(model)
+    x = normal(8, 3, 8, 8).requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_a_layer_and_a_batch_norm_used_twice() -> None:
+    twice = [conv(6, 6), norm(6), nn.ReLU()]
+    assert_same_apart(nn.Sequential(conv(3, 6), nn.ReLU(), *twice, *twice).double())
+
+
+@pytest.mark.parametrize("name", ["vgg", "not affine", "classifier"])
+@pytest.mark.parametrize("training", [True, False])
+def test_without_gradients(name: str, training: bool) -> None:
+    model = sequence(name).train(training)
+    apart = copy.deepcopy(model)
+    fuse(model)
+    unfuse(apart)
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert_close(model(normal(64, 3, 8, 8)), apart(normal(64, 3, 8, 8)), 1e-9)
+    state = apart.state_dict()
+    for key, tensor in model.state_dict().items():
+        assert_close(tensor.double(), state[key].double(), 1e-9)
