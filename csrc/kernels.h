@@ -67,8 +67,9 @@ struct Reading {
 };
 
 // grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]].
-// A factor that is read with a scale is the output of a batch norm: then dst is the gradient that passes
-// its rectifier, and sums[2*row] += dst, sums[2*row + 1] += dst * (factor - mean[row]).
+// With sums, the factor is the output of a batch norm: then dst is the gradient that passes its rectifier, and
+// sums[2*row] += dst, sums[2*row + 1] += dst * (normed - mean[row]). Either the factor is the batch norm's input, and
+// read with a scale; or it is the sum of its output and something else, and `more` is a gradient it has besides.
 template <class T>
 struct Dots {
     Entries entries;
@@ -82,6 +83,7 @@ struct Dots {
     Reading<T> reading;  // of the factor
     const T* mean;
     double* sums;
+    const T *normed, *more;  // the batch norm's input; or null
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.

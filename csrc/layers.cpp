@@ -404,14 +404,18 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = g.out_plane() * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
-    run_dots<T>(table, {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, {}, nullptr, nullptr}, {&pass}, {x},
+    run_dots<T>(table, {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, {}, nullptr, nullptr, nullptr, nullptr},
+                {&pass}, {x},
                 g.out_channels, grad, nullptr, threads);
 }
 
 template <class T>
 void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* x,
-               const BatchNorm<T>* norm, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
-    const Affine<T> affine(norm);
+               const Before<T>& before, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
+    const BatchNorm<T>* norm = before.norm;
+    const Affine<T> affine(before.summed() ? nullptr : norm);
+    Reading<T> factor = affine.reading();
+    if (norm) factor.relu = norm->relu;
     std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
     std::vector<Pass<T>> passes;
     for (Plan& plan : backward_plans<T>(g, table.dots_tile)) {
@@ -424,7 +428,8 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         const Plan& plan = some.front()->plan;
         run_dots<T>(table,
                     {{}, nullptr, nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
-                     affine.reading(), norm ? norm->mean : nullptr, norm ? sums.data() : nullptr},
+                     factor, norm ? norm->mean : nullptr, norm ? sums.data() : nullptr,
+                     before.summed() ? before.input : x, before.more},
                     some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
     };
     if (passes.front().plan.mode == Mode::window) {  // which all of them read
@@ -435,7 +440,7 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         for (const Pass<T>& pass : passes) run({&pass});
     }
     for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
-    if (norm) batch_norm_gradient(table, *norm, x, sums.data(), out.dx, out.norm, threads);
+    if (norm) batch_norm_gradient(table, *norm, before.summed() ? before.input : x, sums.data(), out.dx, out.norm, threads);
 }
 
 template <class T>
@@ -487,7 +492,7 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
                                      int);                                                                          \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
-                               const BatchNorm<T>*, const T*, const Reading<T>&, const Gradients<T>&, int);   \
+                               const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
     template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, bool, T*, int);                   \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);

@@ -53,6 +53,16 @@ template <class T>
 void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, T* grad,
                      int threads);
 
+// A batch norm before a layer. Where `summed`, the layer's input is a rectified sum of its output and something else;
+// then `input` is the batch norm's input, `more` another gradient of the sum, or null, and factors are asked for.
+template <class T>
+struct Before {
+    const BatchNorm<T>* norm = nullptr;
+    const T *input = nullptr, *more = nullptr;
+
+    bool summed() const { return input != nullptr; }
+};
+
 // What `gradients` computes. With a batch norm before the layer, dx is the gradient of its input, or g of
 // `NormGradients` if factors are asked for. `bias` may be null.
 template <class T>
@@ -63,8 +73,8 @@ struct Gradients {
 
 // All gradients in one pass over dy, which is read as said.
 template <class T>
-void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x,
-               const BatchNorm<T>* norm, const T* dy, const Reading<T>&, const Gradients<T>&, int threads);
+void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x, const Before<T>&,
+               const T* dy, const Reading<T>&, const Gradients<T>&, int threads);
 
 // sums[r] = sum of the r-th row
 template <class T>

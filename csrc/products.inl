@@ -240,11 +240,11 @@ struct Held {
     }
 };
 
-// What a row that is read as the output of a batch norm needs, and the sums of its gradient.
+// What a row that is the output of a batch norm needs, and the sums of its gradient.
 template <class T>
 struct NormRow {
     T scale = 0, shift = 0, mean = 0;
-    bool relu = false;
+    bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
 };
 
@@ -260,8 +260,8 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
     for (int i = 0; i < V; i++) {
         factor[i] = L::get(p.factor + here, i, rest);
         if constexpr (kNorm) {
-            factor[i] = factor[i] * norm.scale + norm.shift;
-            if (norm.relu) factor[i] = rectify<T>(factor[i]);
+            if (norm.scaled) factor[i] = factor[i] * norm.scale + norm.shift;
+            if (norm.scaled && norm.relu) factor[i] = rectify<T>(factor[i]);
         }
         acc[i] = Vec<T>{};
     }
@@ -297,9 +297,10 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
     }
     if constexpr (kNorm)
         for (int i = 0; i < V; i++) {
+            if (p.more) acc[i] += L::get(p.more + here, i, rest);
             if (norm.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
             norm.sum += acc[i];
-            norm.sum_x += acc[i] * (L::get(p.factor + here, i, rest) - norm.mean);
+            norm.sum_x += acc[i] * (L::get(p.normed + here, i, rest) - norm.mean);
         }
     if constexpr (kDst)
         for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
@@ -315,8 +316,11 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
         Held<T> held(ptr[0], ptr[taps], group.positions);
         NormRow<T> norm;
         if constexpr (kNorm) {
-            norm.scale = p.reading.scale[row];
-            norm.shift = p.reading.shift[row];
+            norm.scaled = p.reading.scale != nullptr;
+            if (norm.scaled) {
+                norm.scale = p.reading.scale[row];
+                norm.shift = p.reading.shift[row];
+            }
             norm.mean = p.mean[row];
             norm.relu = p.reading.relu;
         }
@@ -345,7 +349,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
 
 template <class T>
 void dots(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
-    if (p.reading.scale) return dots_rows<T, true, true>(p, tiles, count, row0, row1);
+    if (p.sums) return dots_rows<T, true, true>(p, tiles, count, row0, row1);
     p.dst ? dots_rows<T, true, false>(p, tiles, count, row0, row1)
           : dots_rows<T, false, false>(p, tiles, count, row0, row1);
 }

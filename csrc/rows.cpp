@@ -117,7 +117,7 @@ void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const i
                 turn(table, in.factor + at, rows, panel.len, count, factor.get(), width);
                 T* const to = in.destination ? result.get() : nullptr;
                 const Dots<T> dots{entries_from(ptr, offset, row), weight, source.get(), width, factor.get(), to, width,
-                                   sum, {}, nullptr, nullptr};
+                                   sum, {}, nullptr, nullptr, nullptr, nullptr};
                 table.dots(dots, &panel.tile, 1, 0, count);
                 if (to) table.transpose(to, width, in.destination + at, rows, count, panel.len);
             }

@@ -98,10 +98,12 @@ class Pending(torch.Tensor):
         result = state.run(lambda: compute(True, state.panels))
         if in_place:
             state.computed, state.compute = result, lambda _, panels: compute(True, panels)
+            state.pass_on(result)
             return self
         rectified = kept(result, self) if len(state.shape) == 4 else result
         if isinstance(rectified, Pending):
             rectified._state.twin, state.twin = state.twin, None
+            rectified._state.pass_on(result)
         return rectified
 
     def _plus(self, other: Any, in_place: bool) -> Any:

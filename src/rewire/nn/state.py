@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.ops import channels, layout
-from rewire.ops.channels import Moments, Norm, Owed
+from rewire.ops.channels import Moments, Norm, Owed, Relay
 
 Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
 Compute = Callable[[bool, bool], Result]  # rectify, whether panels are welcome -> result
@@ -48,6 +48,7 @@ class State:
     read_behind = False  # by a layer that does the batch norm itself
     read_inside = False  # by a layer of ours, in panels
     twin_read = False  # so that a part of the gradient goes another way
+    relay: Relay | None = None  # of the residual sum that was computed
 
     def __init__(
         self,
@@ -138,7 +139,16 @@ class State:
         if twin is None or computed is not self.computed:
             return computed
         self.twin, self.twin_read = None, True
+        self.owed.readers -= 1  # the twin's reader is none of this
+        if self.relay is not None:
+            self.relay.twin_read = True
         return twin
+
+    def pass_on(self, computed: Tensor) -> None:
+        """If a residual sum was computed: tell it who reads it, which is counted here."""
+        self.relay = channels.relay_of(computed)
+        if self.relay is not None:
+            self.relay.reads = self.owed
 
     def hook(self, function: Callable[[Tensor], Tensor | None]) -> Any:
         """Call a hook with the gradient of what our layers have read."""

@@ -121,6 +121,67 @@ class Norm(NamedTuple):
         )
 
 
+class Relay:
+    """The gradient of a rectified residual sum, where the one layer that reads the sum computes it.
+
+    Its gradient is what the layer computes plus what comes from the next sum, where the rectifier let
+    it pass. The layer reads the sum anyway, so all of this is done before anything is written, and what
+    the batch norm wants to know as well. The next sum has computed its part by then.
+    """
+
+    def __init__(self, x: Tensor, norm: Norm) -> None:
+        self.x: Tensor | None = x  # the batch norm's input
+        self.norm = norm
+        self.reads: Owed | None = None  # counts who reads the sum, but for the next sum
+        self.twin_read = False  # by the next sum
+        self._more: tuple[int, Tensor] | None = None
+        self._done: tuple[Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
+
+    def leave(self, gradient: Tensor) -> None:
+        """Say what gradient the next sum returns."""
+        self._more = (_current_pass(), gradient)
+
+    def more(self) -> Tensor | None:
+        """The gradient of the next sum, in this backward pass."""
+        return self._more[1] if self._more and self._more[0] == _current_pass() else None
+
+    def usable(self) -> bool:
+        """Whether the layer may compute the gradient: nobody else reads the sum or what the batch norm
+        reads, and what comes from elsewhere is there."""
+        if self.x is None or self.reads is None or self.reads.readers != 1:
+            return False
+        owed = self.norm.owed
+        return owed is not None and owed.sole() and self.twin_read == (self.more() is not None)
+
+    def done(self, gradient: Tensor, *found: Tensor) -> None:
+        """The layer has computed the gradient, and found those of weight and bias, and the factors of
+        what is left to do."""
+        self._done = (gradient, self.more(), found)
+
+    def take(self, dz: Tensor | None, more: Tensor | None) -> tuple[Tensor, ...] | None:
+        """What the layer has found, if these are the gradients it has worked with."""
+        done, self._done, self._more = self._done, None, None
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
+            self.x = None
+        if done is None:
+            return None
+        if not (_same(done[0], dz) and _same(done[1], more)):
+            raise RuntimeError(
+                "a gradient of a residual sum was changed on its way: change it by a hook of that "
+                "tensor, not of a node of the graph"
+            )
+        return done[2]
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and a.data_ptr() == b.data_ptr())
+
+
+def relay_of(x: Tensor | None) -> Relay | None:
+    """That of a residual sum, or of its twin."""
+    return getattr(x, "_rewire_relay", None)
+
+
 class _BatchNorm(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -131,11 +192,12 @@ class _BatchNorm(torch.autograd.Function):
         residual: Tensor | None,
         norm: Norm,
         twice: bool,
+        relay: Relay | None,
     ) -> Any:
         z = _batch_norm(x, residual, norm)
         kept = z if residual is not None and norm.relu else None
         ctx.save_for_backward(x, weight, bias, norm.mean, norm.variance, kept)
-        ctx.options = norm[4:]
+        ctx.options, ctx.relay, ctx.below = norm[4:], relay, relay_of(residual)
         ctx.set_materialize_grads(False)
         norm.read()
         return (z, z.detach()) if twice else z
@@ -144,10 +206,16 @@ class _BatchNorm(torch.autograd.Function):
     @recording.once_differentiable
     def backward(ctx: Any, dz: Tensor | None, more: Tensor | None = None) -> Any:
         x, weight, bias, mean, variance, z = ctx.saved_tensors
+        found = None if ctx.relay is None else ctx.relay.take(dz, more)
+        if found is not None:
+            assert dz is not None
+            norm = Norm(weight, bias, mean, variance, *ctx.options)
+            dweight, dbias, factors = found
+            return _BatchNorm._gradients(ctx, norm.leave(dz, x, factors), dweight, dbias, dz)
         if dz is None:
             dz, more = more, None
         if dz is None:
-            return (None,) * 6
+            return (None,) * 7
         kernels = native.module().f32 if x.dtype == torch.float32 else native.module().f64
         norm = Norm(weight, bias, mean, variance, *ctx.options)
         dz = layout.as_in(dz, x)
@@ -172,14 +240,17 @@ class _BatchNorm(torch.autograd.Function):
             native.address(passed) if norm.relu else 0,
             *(dweight.data_ptr(), dbias.data_ptr(), native.address(factors), native.threads()),
         )
-        return (
-            dx,
-            dweight if weight is not None else None,
-            dbias if bias is not None else None,
-            passed if ctx.needs_input_grad[3] else None,
-            None,
-            None,
-        )
+        return _BatchNorm._gradients(ctx, dx, dweight, dbias, passed)
+
+    @staticmethod
+    def _gradients(
+        ctx: Any, dx: Tensor, dweight: Tensor, dbias: Tensor, passed: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        wanted = ctx.needs_input_grad
+        if wanted[3] and ctx.below is not None and passed is not None:
+            ctx.below.leave(passed)
+        affine = (dweight if wanted[1] else None, dbias if wanted[2] else None)
+        return dx, *affine, passed if wanted[3] else None, None, None, None
 
 
 def _batch_norm(x: Tensor, residual: Tensor | None, norm: Norm) -> Tensor:
@@ -254,11 +325,19 @@ def batch_norm(x: Tensor, norm: Norm, residual: Tensor | None = None) -> Tensor:
 def residual_sum(x: Tensor, norm: Norm, residual: Tensor) -> Tensor | tuple[Tensor, Tensor]:
     """The same, where ``x`` is in panels twice: two outputs in one memory, for two readers whose
     gradients autograd then need not add up. The kernel does, as it reads them."""
-    result: Tensor | tuple[Tensor, Tensor] = _apply(x, norm, residual, layout.is_panels(x))
+    if not layout.is_panels(x):
+        return batch_norm(x, norm, residual)
+    relay = Relay(x, norm) if norm.relu and norm.owed is not None else None
+    result: Tensor | tuple[Tensor, Tensor] = _apply(x, norm, residual, True, relay)
+    if relay is not None and isinstance(result, tuple):
+        for output in result:
+            output._rewire_relay = relay  # type: ignore[attr-defined]
     return result
 
 
-def _apply(x: Tensor, norm: Norm, residual: Tensor | None, twice: bool) -> Any:
+def _apply(
+    x: Tensor, norm: Norm, residual: Tensor | None, twice: bool, relay: Relay | None = None
+) -> Any:
     if residual is not None:
         same = layout.image_shape(residual) == layout.image_shape(x)
         if not same or residual.dtype != x.dtype:
@@ -268,7 +347,7 @@ def _apply(x: Tensor, norm: Norm, residual: Tensor | None, twice: bool) -> Any:
             residual = apply(_Moved, residual, x) if moved else layout.as_in(residual, x)
     tensors = (x, norm.weight, norm.bias, residual)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        return apply(_BatchNorm, *tensors, norm, twice)
+        return apply(_BatchNorm, *tensors, norm, twice, relay)
     return _batch_norm(x, residual, norm)
 
 

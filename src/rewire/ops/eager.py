@@ -60,6 +60,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         row_major, relu, moments, norm, ctx.probe, panels = extras
         given, ctx.by_rows = x, row_major and rows.usable(x)
+        ctx.relay = channels.relay_of(x) if norm is None else None
         if ctx.by_rows:
             y = rows.forward(x, values, bias, topology, relu)
         else:
@@ -90,7 +91,11 @@ class _Product(torch.autograd.Function):
         if ctx.probe is not None:
             dy, z, owed = products.complete(dy, z, owed), None, None
             ctx.probe(ctx.conv, *(layout.from_panels(t) if t.dim() == 5 else t for t in (x, dy)))
-        grads = list(products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed))
+        relay = ctx.relay if needs[0] and needs[1] and ctx.probe is None else None
+        relay = relay if relay is not None and relay.usable() else None
+        grads = list(
+            products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed, relay)
+        )
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])
         kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rewire.ops import channels, layout, native, reference
-from rewire.ops.channels import Moments, Norm
+from rewire.ops.channels import Moments, Norm, Relay
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
@@ -206,6 +206,7 @@ def backward(
     z: Tensor | None = None,
     norm: Norm | None = None,
     owed: tuple[Tensor, Tensor] | None = None,
+    relay: Relay | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of input, values, bias and of the weight and bias of ``norm``, an empty tensor for each
     that is not needed.
@@ -215,6 +216,8 @@ def backward(
         z: the output of a rectifier, which ``dy`` has yet to pass.
         norm: what was done to ``x`` on the way in; then input and values are both needed.
         owed: the layer's output and the factors of what is left to do to ``dy``.
+        relay: of the residual sum that ``x`` is, whose own gradient is then computed; input and values are
+            both needed.
     """
     kernels = native.kernels(x)
     together = needs[1] and kernels is not None
@@ -243,22 +246,30 @@ def backward(
         x.new_empty(n if need else 0)
         for n, need in zip((values.numel(), n_out), needs[1:], strict=True)
     )
-    scales = 0 if norm is None else x.shape[1]
+    given, source, more = norm, x, None  # the batch norm, what it reads, and what comes besides
+    if relay is not None:
+        assert relay.x is not None
+        given, source, more = relay.norm, relay.x, relay.more()
+    scales = 0 if given is None else x.shape[1]
     dscale, dshift = x.new_empty(scales), x.new_empty(scales)
-    factors = None if norm is None else norm.factors()
+    factors = None if given is None else given.factors()
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
     if together:
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
-            *(None if norm is None else norm.kernel(kernels, x), dy.data_ptr()),
+            None if given is None else given.kernel(kernels, source),
+            *(0 if relay is None else source.data_ptr(), native.address(more), dy.data_ptr()),
             *(native.address(z), *map(native.address, owed or (None, None))),
             *(dx.data_ptr() if needs[0] else 0, dw.data_ptr(), db.data_ptr() if needs[2] else 0),
             *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors), threads),
         )
         if norm is not None:
             norm.leave(dx, x, factors)
+        if relay is not None:
+            assert factors is not None
+            relay.done(dx, dscale, dshift, factors)
         return dx, dw, db, dscale, dshift
     if needs[0]:
         kernels.input_gradient(
