@@ -346,18 +346,19 @@ Memory output(const Geometry& g) {
     return g.out_panels ? Memory{g.panel, g.out_channels * g.out_plane(), true} : Memory{g.batch, 1, false};
 }
 
+// `connections`: see Plan.
 template <class T>
-Plan forward_plan(const Geometry& g, int panel) {
+Plan forward_plan(const Geometry& g, int panel, int64_t connections) {
     Axis h = forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh);
     const Shifts rows = h.shifts();
     return Plan(std::move(h), forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), rows, g.in_channels,
-                g.out_width, g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T));
+                g.out_width, g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T), connections);
 }
 
 // One pass for each set of input positions that share their taps: one where the stride is 1. The first has the
 // most rows and columns.
 template <class T>
-std::vector<Plan> backward_plans(const Geometry& g, int panel) {
+std::vector<Plan> backward_plans(const Geometry& g, int panel, int64_t connections) {
     std::vector<Axis> down, across;
     for (int32_t r = 0; r < g.sh; r++) down.push_back(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, r));
     for (int32_t r = 0; r < g.sw; r++) across.push_back(backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, r));
@@ -367,7 +368,7 @@ std::vector<Plan> backward_plans(const Geometry& g, int panel) {
     for (const Axis& h : down)
         for (const Axis& w : across)
             plans.emplace_back(h, w, rows, g.out_channels, g.width, g.batch, g.panel ? g.panel : panel, output(g),
-                               input(g), sizeof(T));
+                               input(g), sizeof(T), connections);
     return plans;
 }
 
@@ -376,7 +377,7 @@ std::vector<Plan> backward_plans(const Geometry& g, int panel) {
 template <class T>
 void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* values, const T* bias,
              const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads) {
-    const Plan plan = forward_plan<T>(g, table.sum_tile);
+    const Plan plan = forward_plan<T>(g, table.sum_tile, norm ? -1 : a.ptr[g.out_channels]);
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
@@ -387,7 +388,7 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
 template <class T>
 void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* dy,
                     T* dx, int threads) {
-    for (const Plan& plan : backward_plans<T>(g, table.sum_tile)) {
+    for (const Plan& plan : backward_plans<T>(g, table.sum_tile, a.ptr[g.in_channels * g.taps()])) {
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
@@ -400,7 +401,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
 template <class T>
 void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* x, const T* dy,
                      T* grad, int threads) {
-    Plan plan = forward_plan<T>(g, table.dots_tile);
+    Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = g.out_plane() * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
@@ -418,7 +419,8 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
     if (norm) factor.relu = norm->relu;
     std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
     std::vector<Pass<T>> passes;
-    for (Plan& plan : backward_plans<T>(g, table.dots_tile)) {
+    const int64_t connections = reading.plain() ? a.ptr[g.in_channels * g.taps()] : -1;
+    for (Plan& plan : backward_plans<T>(g, table.dots_tile, connections)) {
         Offsets offsets = backward_offsets(g, a, plan);
         auto weight = gather(values, offsets.places, offsets.count, threads);
         passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});

@@ -9,6 +9,7 @@ namespace {
 constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth packing,
 constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
 constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
+constexpr int64_t kFew = 24, kFewInPanels = 3;  // connections of a channel that are not worth packing it for
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
 }  // namespace
@@ -50,7 +51,7 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
 }
 
 Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
-           Memory from_, Memory to_, int64_t element)
+           Memory from_, Memory to_, int64_t element, int64_t connections)
     : h(std::move(h_)),
       w(std::move(w_)),
       channels(channels_),
@@ -64,6 +65,12 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_
       mode(Mode::direct),
       rows(rows_) {
     if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
+    // Few connections read an image where it is faster than it can be packed, long runs more so.
+    const bool runs = !from.panels && !to.panels;
+    if (height * width > 1 && connections >= 0 && connections <= (runs ? kFew : kFewInPanels) * channels) {
+        if (runs) panel = batch;
+        return;
+    }
     mode = Mode::window;
     origin = rows.lowest;
     const int64_t span = rows.highest - origin + 1, row_bytes = channels * row() * panel * element;
@@ -72,7 +79,7 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_
     // No cache holds the source: then all of a unit that lies in one place in memory is read at once.
     mode = Mode::direct;
     origin = 0;
-    if (!from.panels && !to.panels) panel = batch;
+    if (runs) panel = batch;
 }
 
 int64_t Plan::rows_at_once() const {

@@ -56,8 +56,9 @@ struct Plan {
     Shifts rows;                          // of the rows that are read, by this pass or another one from the same window
     int64_t origin = 0, window_rows = 0;  // the lowest of them; rows a window holds
 
+    // `connections` that each read the source in one pass over it, or -1 if it has to be packed to be read at all.
     Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
-         Memory from_, Memory to_, int64_t element);
+         Memory from_, Memory to_, int64_t element, int64_t connections);
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
     // Contiguous runs of the source: a channel, or one panel of it; the k-th is of channel k % channels.

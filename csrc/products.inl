@@ -306,6 +306,12 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
         for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
 }
 
+template <class T>
+void clear(T* dst, const Tile& tile) {
+    for (int32_t k = 0; k < tile.count; k++)
+        std::memset(dst + tile.dst + k * tile.dst_step, 0, sizeof(T) * size_t(tile.len));
+}
+
 template <class T, bool kDst, bool kNorm>
 void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
@@ -313,6 +319,10 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
+        if (!kNorm && ptr[0] == ptr[taps]) {  // its factor need not be read
+            for (int64_t t = 0; kDst && t < count; t++) clear(p.dst + row * p.row, tiles[t]);
+            continue;
+        }
         Held<T> held(ptr[0], ptr[taps], group.positions);
         NormRow<T> norm;
         if constexpr (kNorm) {
