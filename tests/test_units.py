@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 import rewire
 from fused import assert_close, assert_same, marks, normal, plain
@@ -334,3 +335,16 @@ def test_without_gradients(name: str, training: bool) -> None:
     state = apart.state_dict()
     for key, tensor in model.state_dict().items():
         assert_close(tensor.double(), state[key].double(), 1e-9)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("name", ["vgg", "rectified alone"])
+def test_tangents_are_refused(name: str, grad: bool) -> None:
+    """Also where autograd records nothing: there the kernels would lose them silently."""
+    model = sequence(name)
+    fuse(model)
+    x = normal(8, 3, 8, 8)
+    with forward_ad.dual_level(), torch.set_grad_enabled(grad):
+        dual = forward_ad.make_dual(x, torch.ones_like(x))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            model(dual)

@@ -137,6 +137,7 @@ def _run(modules: Sequence[nn.Module], at: int, x: Any) -> tuple[Tensor, int] | 
             at = unit.end - (unit.pool is not None and links.norm is not None)
         if links.source is None:
             return None
+        products.refuse_tangents()
         y, norm = chain.run(links.source, links.found), links.norm
         if norm is None:
             return kept(y, None), at
