@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rewire
 from fused import assert_close, assert_same, marks, normal, plain
@@ -348,3 +349,26 @@ def test_tangents_are_refused(name: str, grad: bool) -> None:
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
             model(dual)
+
+
+def test_a_dispatch_mode_sees_each_layer(count: list[int]) -> None:
+    """One that is entered inside the model, where it already runs."""
+    seen: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = sequence("vgg")
+
+        def forward(self, x: Tensor) -> Any:
+            with Watch():
+                return self.body(x)
+
+    assert_same(Model(), normal(8, 3, 8, 8), steps=1)
+    assert seen.count("rewire.conv2d.default") == 3
+    assert count[0] == 0
