@@ -356,7 +356,9 @@ def test_a_dispatch_mode_sees_each_layer(count: list[int]) -> None:
     seen: list[str] = []
 
     class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
@@ -372,3 +374,17 @@ def test_a_dispatch_mode_sees_each_layer(count: list[int]) -> None:
     assert_same(Model(), normal(8, 3, 8, 8), steps=1)
     assert seen.count("rewire.conv2d.default") == 3
     assert count[0] == 0
+
+
+def test_a_batch_norm_that_becomes_another_type() -> None:
+    class Frozen(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 3
+
+    model = sequence("vgg")
+    fuse(model)
+    model[1].__class__ = Frozen  # type: ignore[assignment]
+    assert_same_apart(model)
+    assert model[1].num_batches_tracked == 0
+    unfuse(model)
+    assert "forward" not in model[1].__dict__

@@ -84,7 +84,8 @@ def _batch_norm(
 def _norm_forward(bn: nn.BatchNorm2d, input: Tensor) -> Tensor:
     """What ``nn.BatchNorm2d.forward`` does, past torch's dispatch where a layer of ours has just promised
     the input."""
-    if type(input) is Pending and running() and not hooked() and units.uses_batch(bn):
+    ours = type(bn) is nn.BatchNorm2d and running() and not hooked()
+    if type(input) is Pending and ours and units.uses_batch(bn):
         with torch._C.DisableTorchFunction():
             tensors = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
             if len(input._state.shape) == 4:
@@ -93,7 +94,7 @@ def _norm_forward(bn: nn.BatchNorm2d, input: Tensor) -> Tensor:
                     if bn.num_batches_tracked is not None:
                         bn.num_batches_tracked.add_(1)
                     return y
-    return nn.BatchNorm2d.forward(bn, input)
+    return type(bn).forward(bn, input)  # which may have become another type since
 
 
 def _max_pool2d(
@@ -248,5 +249,4 @@ def unfuse(module: nn.Module) -> None:
     """Take :func:`fuse` back, for all parts of a module too."""
     for part in module.modules():
         part.__dict__.pop("_call_impl", None)
-        if type(part) in _FORWARDS:
-            leave(part)
+        leave(part)
