@@ -242,17 +242,16 @@ def backward(
     panel = int(dy.shape[-1]) if dy.dim() == 5 else 0
     geometry, _ = geometry_of(conv, tuple(x.shape), n_out, panel)
     dx = layout.empty_like(kernels, x) if needs[0] else x.new_empty(0)
-    dw, db = (
-        x.new_empty(n if need else 0)
-        for n, need in zip((values.numel(), n_out), needs[1:], strict=True)
-    )
+    dw = x.new_empty(values.numel() if needs[1] else 0)
+    db = x.new_empty(n_out if needs[2] else 0)
     given, source, more = norm, x, None  # the batch norm, what it reads, and what comes besides
     if relay is not None:
         assert relay.x is not None
         given, source, more = relay.norm, relay.x, relay.more()
-    scales = 0 if given is None else x.shape[1]
-    dscale, dshift = x.new_empty(scales), x.new_empty(scales)
-    factors = None if given is None else given.factors()
+    dscale, factors = x.new_empty(0 if given is None else x.shape[1]), None
+    dshift = dscale
+    if given is not None:
+        dshift, factors = torch.empty_like(dscale), given.factors()
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
