@@ -167,10 +167,13 @@ class State:
 
     def _read(self, result: Tensor) -> Tensor:
         self.owed.readers += 1
-        if self.leaves is not None and self.grad_mode and not torch.is_grad_enabled():
+        if self.grad_mode and not torch.is_grad_enabled():
             # Perhaps inside an autograd function, whose gradient comes by way of the promise: then what
             # computes the result may run twice in one backward pass.
-            self.leaves.readers += 1
+            if self.leaves is not None:
+                self.leaves.readers += 1
+            for relay in filter(None, map(channels.relay_of, self.reads)):
+                relay.hidden = True
         return result
 
     def again(self) -> Tensor:

@@ -134,6 +134,8 @@ class Relay:
         self.norm = norm
         self.reads: Owed | None = None  # counts who reads the sum, but for the next sum
         self.twin_read = False  # by the next sum
+        self.layers = self.sums = 0  # autograd functions that will return a gradient of the sum
+        self.hidden = False  # whether there may be more of them, which are made in the backward pass
         self._more: tuple[int, Tensor] | None = None
         self._done: tuple[Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
 
@@ -147,8 +149,11 @@ class Relay:
 
     def usable(self) -> bool:
         """Whether the layer may compute the gradient: nobody else reads the sum or what the batch norm
-        reads, and what comes from elsewhere is there."""
+        reads, and what comes from elsewhere is there. A promise that is used in two ways may have been
+        computed twice, and then reads twice."""
         if self.x is None or self.reads is None or self.reads.readers != 1:
+            return False
+        if self.hidden or self.layers != 1 or self.sums > 1:
             return False
         owed = self.norm.owed
         return owed is not None and owed.sole() and self.twin_read == (self.more() is not None)
@@ -198,6 +203,8 @@ class _BatchNorm(torch.autograd.Function):
         kept = z if residual is not None and norm.relu else None
         ctx.save_for_backward(x, weight, bias, norm.mean, norm.variance, kept)
         ctx.options, ctx.relay, ctx.below = norm[4:], relay, relay_of(residual)
+        if ctx.below is not None:
+            ctx.below.sums += 1
         ctx.set_materialize_grads(False)
         norm.read()
         return (z, z.detach()) if twice else z

@@ -61,6 +61,8 @@ class _Product(torch.autograd.Function):
         row_major, relu, moments, norm, ctx.probe, panels = extras
         given, ctx.by_rows = x, row_major and rows.usable(x)
         ctx.relay = channels.relay_of(x) if norm is None else None
+        if ctx.relay is not None:
+            ctx.relay.layers += 1
         if ctx.by_rows:
             y = rows.forward(x, values, bias, topology, relu)
         else:

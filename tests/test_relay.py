@@ -1,0 +1,286 @@
+"""The gradient of a residual sum, which the next layer computes where it alone reads the sum."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fused import assert_close, loss_of, marks, normal, tensors_in
+from rewire import SparseConv2d
+from rewire.nn.fusion import fuse, unfuse
+from rewire.ops import channels
+
+pytestmark = marks
+Body = Callable[[Any, Tensor], Any]
+Run = Callable[[Any, Tensor], Any]
+
+
+def conv(generator: torch.Generator, kernel: int = 3, **sizes: int) -> SparseConv2d:
+    return SparseConv2d(6, 6, kernel, **sizes, bias=False, sparsity=0.5, generator=generator)
+
+
+class Net(nn.Module):
+    """A first unit, convolutions and batch norms; what is done with them is the body."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.stem = SparseConv2d(3, 6, 3, padding=1, sparsity=0.5, generator=generator)
+        self.norm = nn.BatchNorm2d(6)
+        self.convs = nn.ModuleList(conv(generator, padding=1) for _ in range(7))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(6) for _ in range(7))
+        self.chain = nn.Sequential(
+            *(conv(generator, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+            *(conv(generator, padding=1), nn.BatchNorm2d(6)),
+        )
+        self.smaller = conv(generator, 1, stride=2)
+        self.in_place = nn.ReLU(inplace=True)
+        for i, part in enumerate(self.modules()):
+            if isinstance(part, nn.BatchNorm2d):
+                part.weight.data, part.bias.data = normal(6, seed=i), normal(6, seed=50 + i)
+        self.body = body
+        self.double()
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, F.relu(self.norm(self.stem(x))))
+
+    def total(self, i: int, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """What a block rectifies."""
+        y: Tensor = self.norms[i](self.convs[i](x))
+        return y + (x if residual is None else residual)
+
+    def block(self, i: int, x: Tensor) -> Tensor:
+        return F.relu(self.total(i, x))
+
+
+@pytest.fixture
+def relayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients of sums other layers have computed."""
+    count, done = [0], channels.Relay.done
+
+    def counted(relay: channels.Relay, *found: Tensor) -> None:
+        count[0] += 1
+        done(relay, *found)
+
+    monkeypatch.setattr(channels.Relay, "done", counted)
+    return count
+
+
+def backward(model: Any, x: Tensor) -> None:
+    loss = loss_of(tensors_in(model(x)))
+    assert loss is not None
+    loss.backward()
+
+
+def same_as_apart(
+    body: Body, run: Run = backward, prepare: Callable[[Net], Any] = lambda net: None
+) -> None:
+    """All gradients, and what ``run`` returns, are those of the model that is not fused."""
+    model = Net(body)
+    prepare(model)
+    fuse(model)
+    apart = copy.deepcopy(model)
+    unfuse(apart)
+    seen: list[list[Tensor | None]] = []
+    for net in (model, apart):
+        x = normal(8, 3, 6, 6).requires_grad_()
+        found = run(net, x) or ()
+        seen.append([x.grad, *(p.grad for p in net.parameters()), *found])
+    for ours, right in zip(*seen, strict=True):
+        assert (ours is None) == (right is None)
+        if ours is not None and right is not None:
+            assert_close(ours, right, 1e-9)
+
+
+def in_a_row(m: Any, x: Tensor) -> Tensor:
+    z: Tensor = m.block(2, m.block(1, m.block(0, x)))
+    return z
+
+
+def added_in_place(m: Any, x: Tensor) -> Tensor:
+    for i in range(3):
+        y = m.norms[i](m.convs[i](x))
+        y += x
+        x = m.in_place(y)
+    return x
+
+
+def other_way(m: Any, x: Tensor) -> Tensor:
+    """A layer that reads the sum, and the next sum of something else."""
+    z = m.block(0, x)
+    side = F.relu(m.convs[1](z))
+    return side, F.relu(m.total(2, x, z))  # type: ignore[return-value]
+
+
+USED: dict[str, tuple[Body, int]] = {
+    "in a row": (in_a_row, 2),
+    "in place": (added_in_place, 2),
+    "a chain": (lambda m, x: (z := m.block(0, x), F.relu(m.chain(z) + z))[1], 1),
+    "no next sum": (lambda m, x: m.convs[1](m.block(0, x)), 1),
+    "fewer positions": (lambda m, x: m.smaller(m.block(0, x)), 1),
+    "another way": (other_way, 1),
+    "not rectified": (lambda m, x: m.convs[2](m.total(1, m.block(0, x))), 1),
+    "a projection": (
+        lambda m, x: m.block(3, F.relu(m.total(1, x, m.norms[2](m.convs[2](x))))),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_the_next_layer_computes_the_gradient(name: str, relayed: list[int]) -> None:
+    body, times = USED[name]
+    same_as_apart(body)
+    assert relayed[0] == times
+
+
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy * 2
+
+
+def unrecorded(function: Callable[[], Any]) -> Any:
+    with torch.no_grad():
+        return function()
+
+
+# What is done with the sum z of a block.
+ALSO_READ: dict[str, Callable[[Any, Tensor], Any]] = {
+    "two convolutions": lambda m, z: m.convs[1](z) * m.convs[2](z),
+    "a chain and a convolution": lambda m, z: m.chain(z) * m.convs[2](z),
+    "a part": lambda m, z: (m.block(1, z), z[:, :2]),
+    "a mean before": lambda m, z: (z.mean(), m.block(1, z)),
+    "returned": lambda m, z: (m.block(1, z), z),
+    "detached": lambda m, z: m.block(1, z) * z.detach(),
+    "not recorded": lambda m, z: (unrecorded(lambda: m.convs[2](z)), m.block(1, z))[1],
+    "a sum not recorded": lambda m, z: (unrecorded(lambda: m.total(2, z)), m.block(1, z))[1],
+    "a function": lambda m, z: m.block(1, z) * Twice.apply(z),
+    "two sums": lambda m, z: F.relu(m.total(2, m.block(1, z), z)),
+    "added twice": lambda m, z: F.relu(m.total(1, z) + z),
+    "checkpointed": lambda m, z: m.convs[1](z) * checkpoint(m.chain, z, use_reentrant=True),
+    "hook": lambda m, z: (z.register_hook(lambda g: g * 2), m.block(1, z))[1],
+}
+
+
+@pytest.mark.parametrize("name", ALSO_READ)
+def test_what_something_else_reads_too(name: str) -> None:
+    same_as_apart(lambda m, x: ALSO_READ[name](m, m.block(0, x)))
+
+
+def conv_used_twice(m: Any, z: Tensor, use: Callable[[Tensor], Tensor]) -> Any:
+    y = m.convs[1](z)
+    return F.relu(y), use(y)
+
+
+def sum_used_twice(m: Any, z: Tensor, use: Callable[[Tensor], Tensor]) -> Any:
+    total = m.total(1, z)
+    return m.block(2, F.relu(total)), use(total)
+
+
+@pytest.mark.parametrize("read", [conv_used_twice, sum_used_twice])
+@pytest.mark.parametrize("use", [Tensor.neg, F.relu, Twice.apply])
+def test_a_reader_that_is_computed_twice(read: Any, use: Callable[[Tensor], Tensor]) -> None:
+    """Rectified, and once more for another use: then the sum has two readers."""
+    same_as_apart(lambda m, x: read(m, m.block(0, x), use))
+
+
+def test_a_function_of_a_reader() -> None:
+    """Its gradient comes by a way of its own."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.block(0, x)
+        y = m.convs[1](z)
+        return F.relu(m.norms[1](y) + z) * Twice.apply(y)
+
+    same_as_apart(body)
+
+
+FROZEN: list[Callable[[Any], list[Any]]] = [
+    lambda m: [*m.convs],
+    lambda m: [*m.norms],
+    lambda m: [m.convs[1], m.norms[0]],
+    lambda m: [m.stem, m.norm, m.convs[0], m.norms[0]],
+    lambda m: [m.convs[0].values, m.norms[1].weight, m.norms[0].bias],
+]
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("inputs", [True, False])
+def test_frozen_parts(frozen: Callable[[Any], list[Any]], inputs: bool) -> None:
+    same_as_apart(
+        in_a_row,
+        lambda m, x: backward(m, x if inputs else x.detach()),
+        lambda m: [part.requires_grad_(False) for part in frozen(m)],
+    )
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_a_batch_norm_in_eval_mode(which: int) -> None:
+    same_as_apart(in_a_row, prepare=lambda m: m.norms[which].eval())
+
+
+def two_losses(m: Any, x: Tensor) -> None:
+    out = m(x)
+    out.square().sum().backward(retain_graph=True)
+    out.sin().sum().backward()
+
+
+def parts_then_all(m: Any, x: Tensor) -> list[Tensor]:
+    loss = m(x).square().sum()
+    wanted = [m.convs[2].values, m.norms[1].weight, x]
+    found = [torch.autograd.grad(loss, p, retain_graph=True)[0] for p in wanted]
+    loss.backward()
+    return found
+
+
+def batches(m: Any, x: Tensor) -> None:
+    outs = [m(x[:count]) for count in (8, 3, 4, 8)]
+    for out in outs:
+        out.square().sum().backward()
+
+
+@pytest.mark.parametrize("run", [two_losses, parts_then_all, batches])
+def test_several_backward_passes(run: Run) -> None:
+    same_as_apart(in_a_row, run)
+
+
+def test_probes_see_whole_gradients() -> None:
+    def run(m: Any, x: Tensor) -> list[Tensor]:
+        seen: list[Tensor] = []
+        for layer in m.convs[:2]:
+            layer.probe = lambda conv, x, dy: seen.extend((x.clone(), dy.clone()))
+        backward(m, x)
+        return seen
+
+    same_as_apart(in_a_row, run)
+
+
+@pytest.mark.parametrize("body", [in_a_row, added_in_place, other_way])
+def test_nothing_is_held_after_the_backward_pass(body: Body) -> None:
+    """Though the output, and so the graph, lives on."""
+    model = Net(body)
+    fuse(model)
+    gc.collect()
+    gc.disable()
+    try:
+        out = tensors_in(model(normal(8, 3, 6, 6)))
+        loss = loss_of(out)
+        assert loss is not None
+        assert any(type(t) is Tensor and t.dim() == 5 for t in gc.get_objects())
+        loss.backward()
+        assert not any(type(t) is Tensor and t.dim() == 5 for t in gc.get_objects())
+    finally:
+        gc.enable()
