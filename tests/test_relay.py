@@ -257,6 +257,21 @@ def test_several_backward_passes(run: Run) -> None:
     same_as_apart(in_a_row, run)
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_a_pass_that_ended_before_the_sum(last: int) -> None:
+    """What its layer has computed is of no use to the next pass, which may not even come by there."""
+
+    def run(m: Any, x: Tensor) -> Any:
+        outs = m(x)
+        wanted = [m.convs[1].values, m.convs[2].values]
+        loss = sum(out.square().sum() for out in outs)
+        found = torch.autograd.grad(loss, wanted, retain_graph=True)  # type: ignore[arg-type]
+        outs[last].sum().backward()
+        return found
+
+    same_as_apart(other_way, run)
+
+
 def test_probes_see_whole_gradients() -> None:
     def run(m: Any, x: Tensor) -> list[Tensor]:
         seen: list[Tensor] = []

@@ -137,7 +137,7 @@ class Relay:
         self.layers = self.sums = 0  # autograd functions that will return a gradient of the sum
         self.hidden = False  # whether there may be more of them, which are made in the backward pass
         self._more: tuple[int, Tensor] | None = None
-        self._done: tuple[Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
+        self._done: tuple[int, Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
 
     def leave(self, gradient: Tensor) -> None:
         """Say what gradient the next sum returns."""
@@ -161,21 +161,21 @@ class Relay:
     def done(self, gradient: Tensor, *found: Tensor) -> None:
         """The layer has computed the gradient, and found those of weight and bias, and the factors of
         what is left to do."""
-        self._done = (gradient, self.more(), found)
+        self._done = (_current_pass(), gradient, self.more(), found)
 
     def take(self, dz: Tensor | None, more: Tensor | None) -> tuple[Tensor, ...] | None:
         """What the layer has found, if these are the gradients it has worked with."""
         done, self._done, self._more = self._done, None, None
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.x = None
-        if done is None:
+        if done is None or done[0] != _current_pass():  # that of a pass that did not come by here
             return None
-        if not (_same(done[0], dz) and _same(done[1], more)):
+        if not (_same(done[1], dz) and _same(done[2], more)):
             raise RuntimeError(
                 "a gradient of a residual sum was changed on its way: change it by a hook of that "
                 "tensor, not of a node of the graph"
             )
-        return done[2]
+        return done[3]
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
