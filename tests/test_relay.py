@@ -272,6 +272,18 @@ def test_a_pass_that_ended_before_the_sum(last: int) -> None:
     same_as_apart(other_way, run)
 
 
+def test_a_hook_between_the_layer_and_the_next_sum() -> None:
+    """It sees the gradients of both."""
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        z = m.block(0, x)
+        y = m.convs[1](z)
+        z.register_hook(lambda g: g * 3)
+        return F.relu(m.norms[1](y) + z)
+
+    same_as_apart(body)
+
+
 def test_probes_see_whole_gradients() -> None:
     def run(m: Any, x: Tensor) -> list[Tensor]:
         seen: list[Tensor] = []
