@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fused import DTYPES, TOLERANCE, assert_close, batch_last, marks, normal
-from rewire.ops import channels, pooling
+from rewire.ops import channels, norms, pooling
 
 pytestmark = marks
 
@@ -32,7 +32,7 @@ def batch_norm(
     if training:
         for statistic, computed in zip((mean, variance), channels.moments(x), strict=True):
             statistic.copy_(computed)
-    norm = channels.Norm(weight, bias, mean, variance, training, eps, relu)
+    norm = norms.Norm(weight, bias, mean, variance, training, eps, relu)
     return channels.batch_norm(x, norm, residual)
 
 

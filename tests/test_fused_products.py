@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rewire
 from rewire import SparseConv2d, SparseLinear, ops
 from rewire.ops import channels
-from rewire.ops.channels import Moments, Norm
+from rewire.ops.norms import Moments, Norm
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire.nn.fusion import unfuse
-from rewire.ops.channels import Owed
+from rewire.ops.norms import Owed
 
 Forward = Callable[["Net", Tensor], Tensor]
 

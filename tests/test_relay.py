@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fused import assert_close, loss_of, marks, normal, tensors_in
 from rewire import SparseConv2d
 from rewire.nn.fusion import fuse, unfuse
-from rewire.ops import channels
+from rewire.ops import norms
 
 pytestmark = marks
 Body = Callable[[Any, Tensor], Any]
@@ -64,13 +64,13 @@ class Net(nn.Module):
 @pytest.fixture
 def relayed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many gradients of sums other layers have computed."""
-    count, done = [0], channels.Relay.done
+    count, done = [0], norms.Relay.done
 
-    def counted(relay: channels.Relay, *found: Tensor) -> None:
+    def counted(relay: norms.Relay, *found: Tensor) -> None:
         count[0] += 1
         done(relay, *found)
 
-    monkeypatch.setattr(channels.Relay, "done", counted)
+    monkeypatch.setattr(norms.Relay, "done", counted)
     return count
 
 

@@ -17,7 +17,7 @@ from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.nn.state import hooked
 from rewire.ops import channels, eager, layout, products
-from rewire.ops.channels import Norm
+from rewire.ops.norms import Norm
 from rewire.ops.reference import Convolution
 
 

@@ -34,7 +34,7 @@ from rewire.nn.promises import (
 from rewire.nn.state import hooked
 from rewire.nn.taking import leave, take
 from rewire.ops import channels, layout, pooling
-from rewire.ops.channels import Norm
+from rewire.ops.norms import Norm
 
 
 def _batch_norm(

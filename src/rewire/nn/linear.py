@@ -9,7 +9,7 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.nn import promises
 from rewire.nn.sparse import SparseLayer, keep_mask
-from rewire.ops.channels import Norm
+from rewire.ops.norms import Norm
 
 
 class SparseLinear(SparseLayer):

@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from rewire.nn.state import TOO_LATE, Compute, State, hooked
 from rewire.ops import channels, layout, recording
-from rewire.ops.channels import Moments, Norm, Owed
+from rewire.ops.norms import Moments, Norm, Owed
 
 _make = torch.Tensor._make_wrapper_subclass
 _WORTHWHILE = 1 << 15  # elements of an output

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rewire.ops import channels, layout
-from rewire.ops.channels import Moments, Norm, Owed, Relay
+from rewire.ops.norms import Moments, Norm, Owed, Relay, relay_of
 
 Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
 Compute = Callable[[bool, bool], Result]  # rectify, whether panels are welcome -> result
@@ -146,7 +146,7 @@ class State:
 
     def pass_on(self, computed: Tensor) -> None:
         """If a residual sum was computed: tell it who reads it, which is counted here."""
-        self.relay = channels.relay_of(computed)
+        self.relay = relay_of(computed)
         if self.relay is not None:
             self.relay.reads = self.owed
 
@@ -172,7 +172,7 @@ class State:
             # computes the result may run twice in one backward pass.
             if self.leaves is not None:
                 self.leaves.readers += 1
-            for relay in filter(None, map(channels.relay_of, self.reads)):
+            for relay in filter(None, map(relay_of, self.reads)):
                 relay.hidden = True
         return result
 

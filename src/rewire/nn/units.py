@@ -28,7 +28,7 @@ from rewire.nn.state import hooked
 from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products
 from rewire.ops.chain import Link
-from rewire.ops.channels import Moments, Norm, Owed
+from rewire.ops.norms import Moments, Norm, Owed
 
 _LAYERS = (SparseConv2d, SparseLinear)
 _WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

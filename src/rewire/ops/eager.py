@@ -22,7 +22,7 @@ from rewire.ops import (
     rows,
 )
 from rewire.ops.chain import Link
-from rewire.ops.channels import Moments, Norm
+from rewire.ops.norms import Moments, Norm, relay_of
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         row_major, relu, moments, norm, ctx.probe, panels = extras
         given, ctx.by_rows = x, row_major and rows.usable(x)
-        ctx.relay = channels.relay_of(x) if norm is None else None
+        ctx.relay = relay_of(x) if norm is None else None
         if ctx.relay is not None:
             ctx.relay.layers += 1
         if ctx.by_rows:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from rewire.ops import layout, native, recording
 from rewire.ops.chain import Link
-from rewire.ops.channels import Norm, apply, kernels_for
+from rewire.ops.channels import apply, kernels_for
+from rewire.ops.norms import Norm
 
 
 class _MaxPool(torch.autograd.Function):

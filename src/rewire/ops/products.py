@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rewire.ops import channels, layout, native, reference
-from rewire.ops.channels import Moments, Norm, Relay
+from rewire.ops.norms import Moments, Norm, Relay
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
