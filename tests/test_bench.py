@@ -147,7 +147,8 @@ def test_functions_take_turns_while_nothing_is_collected() -> None:
     shares: list[float] = []
     functions = {name: (lambda name=name: function(name)) for name in "abc"}
     timings = interleaved(functions, 4, sample=0, tick=shares.append)
-    assert "".join(calls[-12:]) == "abc" + "bca" + "cab" + "abc"
+    # Each of them twice: after itself, as in training.
+    assert "".join(calls[-24:]) == "aabbcc" + "bbccaa" + "ccaabb" + "aabbcc"
     assert not any(collecting)
     assert gc.isenabled()
     assert shares == [0.25, 0.5, 0.75, 1]

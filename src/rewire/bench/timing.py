@@ -56,9 +56,9 @@ def interleaved(
     """Time functions in turns.
 
     A function that is faster than ``sample`` is called several times for each sample. Which one goes
-    first changes from round to round, and a short one makes a call that is not timed before each
-    sample: it should not pay for the caches, or the threads still spinning, that another has left.
-    Python's garbage collector is off meanwhile.
+    first changes from round to round, and each makes a call that is not timed before each sample: it
+    should not pay for the caches, or the threads still spinning, that another has left. A layer runs
+    after its like, and a training step after another. Python's garbage collector is off meanwhile.
 
     Args:
         functions: what to call, by name.
@@ -85,8 +85,7 @@ def interleaved(
             first = turn % max(1, len(names))
             for name in (*names[first:], *names[:first]):
                 function, calls = functions[name], inner[name]
-                if calls > 1:
-                    function()
+                function()
                 samples[name].append(_seconds(function, calls))
             if tick is not None:
                 tick((turn + 1) / rounds)
