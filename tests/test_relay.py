@@ -105,6 +105,12 @@ def in_a_row(m: Any, x: Tensor) -> Tensor:
     return z
 
 
+def added_on_the_left(m: Any, x: Tensor) -> Tensor:
+    for i in range(3):
+        x = F.relu(x + m.norms[i](m.convs[i](x)))
+    return x
+
+
 def added_in_place(m: Any, x: Tensor) -> Tensor:
     for i in range(3):
         y = m.norms[i](m.convs[i](x))
@@ -123,6 +129,7 @@ def other_way(m: Any, x: Tensor) -> Tensor:
 USED: dict[str, tuple[Body, int]] = {
     "in a row": (in_a_row, 2),
     "in place": (added_in_place, 2),
+    "on the left": (added_on_the_left, 2),
     "a chain": (lambda m, x: (z := m.block(0, x), F.relu(m.chain(z) + z))[1], 1),
     "no next sum": (lambda m, x: m.convs[1](m.block(0, x)), 1),
     "fewer positions": (lambda m, x: m.smaller(m.block(0, x)), 1),

@@ -155,10 +155,11 @@ class Pending(torch.Tensor):
             in_place = func in _IN_PLACE or bool(args[1:] and args[1])
             return first._rectify(in_place or bool(kwargs.get("inplace")))
         if func in _ADD and len(args) == 2 and not kwargs:
+            in_place, second, result = func in _IN_PLACE, args[1], NotImplemented
             if isinstance(first, Pending):
-                result = first._plus(args[1], func in _IN_PLACE)
-            else:
-                result = NotImplemented if func in _IN_PLACE else args[1]._plus(first, False)
+                result = first._plus(second, in_place)
+            if result is NotImplemented and isinstance(second, Pending) and not in_place:
+                result = second._plus(first, False)
             if result is not NotImplemented:
                 return result
         args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs))
