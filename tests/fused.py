@@ -37,6 +37,18 @@ def assert_close(actual: Tensor, expected: Tensor, tolerance: float | None = Non
     )
 
 
+class Doubled(torch.autograd.Function):
+    """A function of a user's own, which sees no promise."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dy * 2
+
+
 Body = Callable[[Any, Tensor], Any]
 
 

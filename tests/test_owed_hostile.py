@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from fused import Doubled
 from test_owed_gradients import Forward, Net, chain, inputs, pair, residual, same_gradients
 
 
@@ -29,24 +30,14 @@ def same_as_dense(
     same_gradients(sparse, dense, x, like, 1e-11)
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy * 2
-
-
 def through_a_function(net: Net, x: Tensor) -> Tensor:
     first = net.unit(0, x)
-    return first * Twice.apply(first)
+    return first * Doubled.apply(first)
 
 
 def convolution_through_a_function(net: Net, x: Tensor) -> Tensor:
     second = net.convs[1](net.unit(0, x))
-    return F.relu(net.norms[1](second)) + Twice.apply(second)
+    return F.relu(net.norms[1](second)) + Doubled.apply(second)
 
 
 def through_a_checkpoint(net: Net, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused import assert_close, loss_of, marks, normal, tensors_in
+from fused import Doubled, assert_close, loss_of, marks, normal, tensors_in
 from rewire import SparseConv2d
 from rewire.nn.fusion import fuse, unfuse
 from rewire.ops import norms
@@ -149,16 +149,6 @@ def test_the_next_layer_computes_the_gradient(name: str, relayed: list[int]) -> 
     assert relayed[0] == times
 
 
-class Twice(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return dy * 2
-
-
 def unrecorded(function: Callable[[], Any]) -> Any:
     with torch.no_grad():
         return function()
@@ -174,7 +164,7 @@ ALSO_READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "detached": lambda m, z: m.block(1, z) * z.detach(),
     "not recorded": lambda m, z: (unrecorded(lambda: m.convs[2](z)), m.block(1, z))[1],
     "a sum not recorded": lambda m, z: (unrecorded(lambda: m.total(2, z)), m.block(1, z))[1],
-    "a function": lambda m, z: m.block(1, z) * Twice.apply(z),
+    "a function": lambda m, z: m.block(1, z) * Doubled.apply(z),
     "two sums": lambda m, z: F.relu(m.total(2, m.block(1, z), z)),
     "added twice": lambda m, z: F.relu(m.total(1, z) + z),
     "checkpointed": lambda m, z: m.convs[1](z) * checkpoint(m.chain, z, use_reentrant=True),
@@ -198,7 +188,7 @@ def sum_used_twice(m: Any, z: Tensor, use: Callable[[Tensor], Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("read", [conv_used_twice, sum_used_twice])
-@pytest.mark.parametrize("use", [Tensor.neg, F.relu, Twice.apply])
+@pytest.mark.parametrize("use", [Tensor.neg, F.relu, Doubled.apply])
 def test_a_reader_that_is_computed_twice(read: Any, use: Callable[[Tensor], Tensor]) -> None:
     """Rectified, and once more for another use: then the sum has two readers."""
     same_as_apart(lambda m, x: read(m, m.block(0, x), use))
@@ -210,7 +200,7 @@ def test_a_function_of_a_reader() -> None:
     def body(m: Any, x: Tensor) -> Tensor:
         z = m.block(0, x)
         y = m.convs[1](z)
-        return F.relu(m.norms[1](y) + z) * Twice.apply(y)
+        return F.relu(m.norms[1](y) + z) * Doubled.apply(y)
 
     same_as_apart(body)
 
