@@ -21,11 +21,12 @@ REWIRE_INLINE void put(T* p, Vec<T> v, int n) {
     n == kLanes<T> ? store<T>(p, v) : store_part(p, v, n);
 }
 
-// The sum of value(x vector) over the run: vectors within blocks short enough for float32, doubles across.
+// The sum of value(x vector) over the run: vectors within blocks of a few additions each, doubles across. Gradients
+// cancel in such sums, and what is left has to be exact.
 template <class T, class Value>
 REWIRE_INLINE double block_sum(int64_t len, Value&& value) {
     constexpr int lanes = kLanes<T>;
-    constexpr int64_t block = 256 * lanes;
+    constexpr int64_t block = 32 * lanes;
     double sum = 0;
     for (int64_t start = 0; start < len; start += block) {
         const int64_t end = start + block < len ? start + block : len;
@@ -34,7 +35,9 @@ REWIRE_INLINE double block_sum(int64_t len, Value&& value) {
         for (; i + 4 * lanes <= end; i += 4 * lanes)
             for (int q = 0; q < 4; q++) acc[q] += value(i + q * lanes, lanes);
         for (; i < end; i += lanes) acc[0] += value(i, end - i < lanes ? int(end - i) : lanes);
-        sum += double(sum_lanes<T>((acc[0] + acc[1]) + (acc[2] + acc[3])));
+        T part[lanes];
+        store(part, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+        for (int q = 0; q < lanes; q++) sum += double(part[q]);
     }
     return sum;
 }
