@@ -388,3 +388,24 @@ def test_a_batch_norm_that_becomes_another_type() -> None:
     assert model[1].num_batches_tracked == 0
     unfuse(model)
     assert "forward" not in model[1].__dict__
+
+
+class ChangesStatistics(nn.Module):
+    """Changes what a batch norm has tracked once it has been called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.units = nn.Sequential(conv(3, 6), norm(6), nn.ReLU())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.units(x)
+        self.units[1].running_mean.add_(1)
+        return y + 1
+
+
+def test_statistics_that_change_after_the_call() -> None:
+    model = ChangesStatistics().double().eval()
+    apart = copy.deepcopy(model)
+    fuse(model)
+    x = normal(8, 3, 8, 8)
+    assert_close(model(x), apart(x), 1e-9)
