@@ -54,12 +54,13 @@ class Window {
             first_ = low;
             last_ = std::max(last_, low);
         }
-        for (; last_ < high; last_++)
-            for (int64_t c = 0; c < plan_.channels; c++) {
-                T* to = &rows_[c * plane + (last_ - first_) * row];
-                pack(c, n_ * plan_.from.column + (c * plan_.height + last_) * plan_.width * plan_.from.lane, to);
-                if (totals_ && last_ >= own_) totals_[c] += total(to);
+        for (int64_t c = 0; c < plan_.channels; c++)  // the rows of a channel follow each other in memory
+            for (int64_t r = last_; r < high; r++) {
+                T* to = &rows_[c * plane + (r - first_) * row];
+                pack(c, n_ * plan_.from.column + (c * plan_.height + r) * plan_.width * plan_.from.lane, to);
+                if (totals_ && r >= own_) totals_[c] += total(to);
             }
+        last_ = std::max(last_, high);
     }
 
     // All units of a linear layer at once.
