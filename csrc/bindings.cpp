@@ -120,7 +120,7 @@ void define(nb::module_& m) {
     m.def("gradients", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
                           Address x, const BatchNorm<T>* norm, Address normed, Address more, Address dy, Address z,
                           Address y, Address factors, Address dx, Address grad, Address bias, Address norm_weight,
-                          Address norm_bias, Address norm_factors, int threads) {
+                          Address norm_bias, Address norm_factors, Address rectified, int threads) {
         Reading<T> reading;
         reading.gate = at<T>(z);
         if (factors) {
@@ -129,11 +129,12 @@ void define(nb::module_& m) {
         }
         gradients<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
                      at<T>(x), {norm, at<T>(normed), at<T>(more)}, at<T>(dy), reading,
-                     {at<T>(dx), at<T>(grad), at<T>(bias), {at<T>(norm_weight), at<T>(norm_bias), at<T>(norm_factors)}},
+                     {at<T>(dx), at<T>(grad), at<T>(bias), {at<T>(norm_weight), at<T>(norm_bias), at<T>(norm_factors)},
+                      at<T>(rectified)},
                      threads);
     }, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
-       nb::arg(), free);
+       nb::arg(), nb::arg(), free);
     m.def("forward_rows", [](const Geometry& g, Address ptr, Address indices, Address values, Address bias, Address x,
                              Address y, bool relu, int threads) {
         forward_rows<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), at<T>(x),

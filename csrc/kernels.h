@@ -67,9 +67,10 @@ struct Reading {
 };
 
 // grad[e] += <factor[row], src[offset[e]]>; with dst as well, dst[row] = sum of weight[e] * src[offset[e]].
-// With sums, the factor is the output of a batch norm: then dst is the gradient that passes its rectifier, and
-// sums[2*row] += dst, sums[2*row + 1] += dst * (normed - mean[row]). Either the factor is the batch norm's input, and
-// read with a scale; or it is the sum of its output and something else, and `more` is a gradient it has besides.
+// With sums, the factor is the output of a rectifier or a batch norm: then dst is the gradient that passes the rectifier,
+// and sums[2*row] += dst. If `normed` is there it is a batch norm, sums[2*row + 1] += dst * (normed - mean[row]), and
+// either the factor is the batch norm's input, and read with a scale; or it is the sum of its output and something
+// else, and `more` is a gradient it has besides.
 template <class T>
 struct Dots {
     Entries entries;

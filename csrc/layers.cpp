@@ -239,7 +239,8 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
     const Affine<T> affine(before.summed() ? nullptr : norm);
     Reading<T> factor = affine.reading();
     if (norm) factor.relu = norm->relu;
-    std::vector<double> sums(norm ? size_t(2 * g.in_channels) : 0), totals(out.bias ? size_t(g.out_channels) : 0);
+    std::vector<double> sums(norm || out.rectified ? size_t(2 * g.in_channels) : 0);
+    std::vector<double> totals(out.bias ? size_t(g.out_channels) : 0);
     std::vector<Pass<T>> passes;
     const int64_t connections = reading.plain() ? a.ptr[g.in_channels * g.taps()] : -1;
     for (Plan& plan : backward_plans<T>(g, table.dots_tile, connections)) {
@@ -252,8 +253,8 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         const Plan& plan = some.front()->plan;
         run_dots<T>(table,
                     {{}, nullptr, nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
-                     factor, norm ? norm->mean : nullptr, norm ? sums.data() : nullptr,
-                     before.summed() ? before.input : x, before.more},
+                     factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
+                     !norm ? nullptr : before.summed() ? before.input : x, before.more},
                     some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
     };
     if (passes.front().plan.mode == Mode::window) {  // which all of them read
@@ -264,6 +265,7 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         for (const Pass<T>& pass : passes) run({&pass});
     }
     for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
+    for (size_t c = 0; out.rectified && c < size_t(g.in_channels); c++) out.rectified[c] = T(sums[2 * c]);
     if (norm) batch_norm_gradient(table, *norm, before.summed() ? before.input : x, sums.data(), out.dx, out.norm, threads);
 }
 

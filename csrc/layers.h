@@ -64,11 +64,13 @@ struct Before {
 };
 
 // What `gradients` computes. With a batch norm before the layer, dx is the gradient of its input, or g of
-// `NormGradients` if factors are asked for. `bias` may be null.
+// `NormGradients` if factors are asked for. `bias` may be null. `rectified`, or null: x is the output of a rectifier, dx the
+// gradient of that one's input, and this its sum by channel.
 template <class T>
 struct Gradients {
     T *dx, *values, *bias;
     NormGradients<T> norm;
+    T* rectified;
 };
 
 // All gradients in one pass over dy, which is read as said.

@@ -9,7 +9,7 @@ namespace {
 constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth packing,
 constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
 constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
-constexpr int64_t kFew = 24, kFewInPanels = 3;  // connections of a channel that are not worth packing it for
+constexpr int64_t kFew = 24, kFewInPanels = 8;  // connections of a channel that are not worth packing it for
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
 }  // namespace

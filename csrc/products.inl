@@ -240,17 +240,20 @@ struct Held {
     }
 };
 
-// What a row that is the output of a batch norm needs, and the sums of its gradient.
+// What the factor is: an input of which nothing is known, the output of a rectifier, or of a batch norm.
+enum class Input { any, rectified, normed };
+
+// What a row needs where dst is the gradient of what came before the factor, and the sums of that gradient.
 template <class T>
-struct NormRow {
+struct BeforeRow {
     T scale = 0, shift = 0, mean = 0;
     bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
 };
 
-template <class T, int V, bool kPart, bool kDst, bool kNorm>
+template <class T, int V, bool kPart, bool kDst, Input kInput>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t here,
-                             int rest, Held<T>& held, NormRow<T>& norm) {
+                             int rest, Held<T>& held, BeforeRow<T>& before) {
     using L = Lane<T, V, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
@@ -259,9 +262,9 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
     Vec<T> factor[V], acc[V];
     for (int i = 0; i < V; i++) {
         factor[i] = L::get(p.factor + here, i, rest);
-        if constexpr (kNorm) {
-            if (norm.scaled) factor[i] = factor[i] * norm.scale + norm.shift;
-            if (norm.scaled && norm.relu) factor[i] = rectify<T>(factor[i]);
+        if constexpr (kInput == Input::normed) {
+            if (before.scaled) factor[i] = factor[i] * before.scale + before.shift;
+            if (before.scaled && before.relu) factor[i] = rectify<T>(factor[i]);
         }
         acc[i] = Vec<T>{};
     }
@@ -295,12 +298,17 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
         }
     }
-    if constexpr (kNorm)
+    if constexpr (kInput == Input::rectified)
+        for (int i = 0; i < V; i++) {
+            acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
+            before.sum += acc[i];
+        }
+    if constexpr (kInput == Input::normed)
         for (int i = 0; i < V; i++) {
             if (p.more) acc[i] += L::get(p.more + here, i, rest);
-            if (norm.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
-            norm.sum += acc[i];
-            norm.sum_x += acc[i] * (L::get(p.normed + here, i, rest) - norm.mean);
+            if (before.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
+            before.sum += acc[i];
+            before.sum_x += acc[i] * (L::get(p.normed + here, i, rest) - before.mean);
         }
     if constexpr (kDst)
         for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
@@ -312,27 +320,27 @@ void clear(T* dst, const Tile& tile) {
         std::memset(dst + tile.dst + k * tile.dst_step, 0, sizeof(T) * size_t(tile.len));
 }
 
-template <class T, bool kDst, bool kNorm>
+template <class T, bool kDst, Input kInput>
 void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
     const Group<T> group(p.entries, tiles, count);
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
-        if (!kNorm && ptr[0] == ptr[taps]) {  // its factor need not be read
+        if (kInput != Input::normed && ptr[0] == ptr[taps]) {  // its factor need not be read
             for (int64_t t = 0; kDst && t < count; t++) clear(p.dst + row * p.row, tiles[t]);
             continue;
         }
         Held<T> held(ptr[0], ptr[taps], group.positions);
-        NormRow<T> norm;
-        if constexpr (kNorm) {
-            norm.scaled = p.reading.scale != nullptr;
-            if (norm.scaled) {
-                norm.scale = p.reading.scale[row];
-                norm.shift = p.reading.shift[row];
+        BeforeRow<T> before;
+        if constexpr (kInput == Input::normed) {
+            before.scaled = p.reading.scale != nullptr;
+            if (before.scaled) {
+                before.scale = p.reading.scale[row];
+                before.shift = p.reading.shift[row];
             }
-            norm.mean = p.mean[row];
-            norm.relu = p.reading.relu;
+            before.mean = p.mean[row];
+            before.relu = p.reading.relu;
         }
         for (int64_t t = 0; t < count; t++) {
             const Tile& tile = tiles[t];
@@ -342,26 +350,28 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
                 int at = 0;
                 for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                    dots_tile<T, 4, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
+                    dots_tile<T, 4, false, kDst, kInput>(p, runs, ptr, src + at, here + at, 0, held, before);
                 for (; tile.len - at >= lanes; at += lanes)
-                    dots_tile<T, 1, false, kDst, kNorm>(p, runs, ptr, src + at, here + at, 0, held, norm);
+                    dots_tile<T, 1, false, kDst, kInput>(p, runs, ptr, src + at, here + at, 0, held, before);
                 if (at < tile.len)
-                    dots_tile<T, 1, true, kDst, kNorm>(p, runs, ptr, src + at, here + at, tile.len - at, held, norm);
+                    dots_tile<T, 1, true, kDst, kInput>(p, runs, ptr, src + at, here + at, tile.len - at, held, before);
             }
         }
         held.add_to(p.grad);
-        if constexpr (kNorm) {
-            p.sums[2 * row] += double(sum_lanes<T>(norm.sum));
-            p.sums[2 * row + 1] += double(sum_lanes<T>(norm.sum_x));
+        if constexpr (kInput != Input::any) {
+            p.sums[2 * row] += double(sum_lanes<T>(before.sum));
+            p.sums[2 * row + 1] += double(sum_lanes<T>(before.sum_x));
         }
     }
 }
 
 template <class T>
 void dots(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
-    if (p.sums) return dots_rows<T, true, true>(p, tiles, count, row0, row1);
-    p.dst ? dots_rows<T, true, false>(p, tiles, count, row0, row1)
-          : dots_rows<T, false, false>(p, tiles, count, row0, row1);
+    if (p.sums)
+        return p.normed ? dots_rows<T, true, Input::normed>(p, tiles, count, row0, row1)
+                        : dots_rows<T, true, Input::rectified>(p, tiles, count, row0, row1);
+    p.dst ? dots_rows<T, true, Input::any>(p, tiles, count, row0, row1)
+          : dots_rows<T, false, Input::any>(p, tiles, count, row0, row1);
 }
 
 }  // namespace rewire::REWIRE_ISA

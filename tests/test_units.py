@@ -55,6 +55,13 @@ SEQUENCES: dict[str, tuple[list[nn.Module], int]] = {  # and how many units ther
     "strides": ([conv(3, 6, stride=2), norm(6), nn.ReLU(), conv(6, 4, 1), norm(4)], 2),
     "no batch norm": ([conv(3, 6), nn.ReLU(), conv(6, 6), nn.Sigmoid()], 0),
     "rectified alone": ([conv(3, 6), nn.ReLU(), nn.MaxPool2d(2), conv(6, 6), nn.ReLU(True)], 0),
+    "rectified": (
+        [
+            *(conv(3, 6, bias=True), nn.ReLU(), conv(6, 8, stride=2, bias=True), nn.ReLU()),
+            *(conv(8, 4, bias=True), nn.ReLU(), conv(4, 6, bias=True), norm(6), nn.ReLU()),
+        ],
+        1,
+    ),
     "rectified at the end": ([conv(3, 6), norm(6), conv(6, 6), nn.ReLU()], 1),
     "classifier": (
         [
@@ -129,8 +136,41 @@ def test_evaluation(name: str, count: list[int]) -> None:
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 12])
 def test_any_batch_size(batch: int) -> None:
-    for name in ("vgg", "strides"):
+    for name in ("vgg", "strides", "rectified", "classifier"):
         assert_same(sequence(name), normal(batch, 3, 8, 8), steps=1)
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.9, 0.97])
+def test_gradients_through_rectifiers(sparsity: float) -> None:
+    """In panels, of more and fewer connections, some of which are of no channel."""
+    layers: list[nn.Module] = []
+    wide: list[nn.Module] = []
+    for k in range(4):
+        made = torch.Generator().manual_seed(k)
+        layers += [SparseConv2d(8, 8, 3, padding=1, sparsity=sparsity, generator=made), nn.ReLU()]
+        wide += [SparseLinear(300, 300, sparsity=sparsity, generator=made), nn.ReLU()]
+    assert_same(nn.Sequential(*layers).double(), normal(64, 8, 10, 10), steps=1)
+    assert_same(nn.Sequential(*wide).double(), normal(130, 300), steps=1)
+
+
+@pytest.mark.parametrize("frozen", ["0.values", "2.values", "2.bias", "4.bias", "6.values"])
+def test_some_frozen_between_rectifiers(frozen: str) -> None:
+    model = sequence("rectified")
+    model.get_parameter(frozen).requires_grad_(False)
+    assert_same_apart(model)
+
+
+def test_two_backward_passes_through_rectifiers() -> None:
+    model = sequence("rectified")
+    fuse(model)
+    y = model(normal(8, 3, 8, 8))
+    grads = []
+    for weight in (1.0, 3.0):
+        model.zero_grad()
+        (weight * y.square().sum()).backward(retain_graph=True)
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    for once, thrice in zip(*grads, strict=True):
+        assert_close(3 * once, thrice, 1e-9)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -27,7 +27,7 @@ from rewire.nn.promises import kept, kinds, promise
 from rewire.nn.state import hooked
 from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products
-from rewire.ops.chain import Link
+from rewire.ops.chain import Between, Link
 from rewire.ops.norms import Moments, Norm, Owed
 
 _LAYERS = (SparseConv2d, SparseLinear)
@@ -165,6 +165,9 @@ class _Links:
         self.source: Tensor | None = None
         self.found: list[Link] = []
         self.norm: Norm | None = None
+        self._between: Between | None = (
+            None  # the last product, if it is rectified, and the next one
+        )
 
     def add(self, unit: _Unit) -> bool:
         """Add a unit if it can be done; if its pooling cannot, without it."""
@@ -179,15 +182,17 @@ class _Links:
         norm, self.norm = self.norm, None
         if self.source is None:
             self.source, norm = layer.source(self.x)
+        before, self._between = self._between, Between() if bn is None else None
         if bn is None:
-            self._append(layer, norm, shape, relu=unit.relu)
+            self._append(layer, norm, shape, relu=True, between=(before, self._between))
             return True
         moments, after = Moments(bn.running_mean, bn.running_var), None  # type: ignore[arg-type]
         if bn.training:
             mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
             moments = Moments(mean, variance, Owed())
             after = partial(_track, bn, moments, size)
-        self._append(layer, norm, shape, after, moments=moments if bn.training else None)
+        measured = moments if bn.training else None
+        self._append(layer, norm, shape, after, moments=measured, between=(before, None))
         mean, variance, owed = moments
         self.norm = Norm(bn.weight, bn.bias, mean, variance, bn.training, bn.eps, unit.relu, owed)
         sizes = None if unit.pool is None else _sizes(unit.pool, shape)

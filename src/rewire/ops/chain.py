@@ -32,6 +32,21 @@ class Link(NamedTuple):
     after: Callable[[], None] | None = None
 
 
+class Between:
+    """A rectified output inside a chain, which one product gives and the next one reads.
+
+    The next one reads it anyway when it computes its gradient, so it computes that of what the rectifier
+    read instead, and its sum by channel, which is the gradient of the bias.
+    """
+
+    sums: Tensor | None = None  # by channel, of a gradient that has passed the rectifier
+
+    def take(self) -> Tensor | None:
+        """The sums, if the gradient that has arrived has passed."""
+        sums, self.sums = self.sums, None
+        return sums
+
+
 class _Context:
     """What a link takes for autograd's context."""
 

@@ -21,7 +21,7 @@ from rewire.ops import (
     recording,
     rows,
 )
-from rewire.ops.chain import Link
+from rewire.ops.chain import Between, Link
 from rewire.ops.norms import Moments, Norm, relay_of
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
@@ -40,6 +40,8 @@ class _Extras(NamedTuple):
     norm: Norm | None = None
     probe: Probe | None = None
     panels: bool = False
+    before: Between | None = None
+    after: Between | None = None
 
 
 class _Product(torch.autograd.Function):
@@ -58,7 +60,7 @@ class _Product(torch.autograd.Function):
         conv: Convolution,
         extras: _Extras,
     ) -> Tensor:
-        row_major, relu, moments, norm, ctx.probe, panels = extras
+        row_major, relu, moments, norm, ctx.probe, panels, ctx.before, ctx.after = extras
         given, ctx.by_rows = x, row_major and rows.usable(x)
         ctx.relay = relay_of(x) if norm is None else None
         if ctx.relay is not None:
@@ -95,9 +97,18 @@ class _Product(torch.autograd.Function):
             ctx.probe(ctx.conv, *(layout.from_panels(t) if t.dim() == 5 else t for t in (x, dy)))
         relay = ctx.relay if needs[0] and needs[1] and ctx.probe is None else None
         relay = relay if relay is not None and relay.usable() else None
+        before = ctx.before if needs[0] and needs[1] else None
+        sums = None if ctx.after is None else ctx.after.take()
+        wanted = needs[:3]
+        if sums is not None:
+            wanted, z = (*needs[:2], False), None
         grads = list(
-            products.backward(ctx.conv, dy, x, values, topology, needs[:3], z, norm, owed, relay)
+            products.backward(
+                *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, before)
+            )
         )
+        if sums is not None:
+            grads[2] = sums
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])
         kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))
@@ -127,7 +138,7 @@ def _product(
 ) -> Tensor:
     products.refuse_tangents()
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
-    row_major, relu, moments, norm, _, panels = extras
+    row_major, relu, moments, norm, _, panels = extras[:6]
     if wanted and torch.is_grad_enabled():
         affine = (None, None) if norm is None else norm[:2]
         result: Tensor = recording.apply(_Product, x, values, bias, *affine, topology, conv, extras)
@@ -148,10 +159,12 @@ def link(
     after: Callable[[], None] | None = None,
     relu: bool = False,
     moments: Moments | None = None,
+    between: tuple[Between | None, Between | None] = (None, None),
 ) -> Link:
     """The product as a part of a chain, of an input that ``products.check_layer`` has accepted; see
-    :func:`conv2d`. The result is in panels where the batch fills them."""
-    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR)
+    :func:`conv2d`. The result is in panels where the batch fills them. ``between`` is it and the products
+    before and after it."""
+    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR, *between)
     affine = (None, None) if norm is None else norm[:2]
     return Link(_Product, (values, bias, *affine), (topology, conv, extras), after)
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rewire.ops import channels, layout, native, reference
+from rewire.ops.chain import Between
 from rewire.ops.norms import Moments, Norm, Relay
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
@@ -142,7 +143,7 @@ def forward(
         return measured(y.relu_() if relu else y, moments)
     values = values.contiguous()
     bias = None if bias is None else bias.contiguous()
-    panel = _panel(kernels, x) if panels else 0
+    panel = _panel(x) if panels else 0
     geometry, shape = geometry_of(conv, tuple(x.shape), n_out, panel)
     strides = layout.contiguous_strides if panel else layout.strides
     y = native.empty(kernels, shape, strides(shape), x)
@@ -157,7 +158,7 @@ def forward(
     return y
 
 
-def _panel(kernels: Any, x: Tensor) -> int:
+def _panel(x: Tensor) -> int:
     """Columns of the panels that an output can be in; 0 if it cannot."""
     if x.dim() == 5:
         return int(x.shape[-1])
@@ -207,6 +208,7 @@ def backward(
     norm: Norm | None = None,
     owed: tuple[Tensor, Tensor] | None = None,
     relay: Relay | None = None,
+    before: Between | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of input, values, bias and of the weight and bias of ``norm``, an empty tensor for each
     that is not needed.
@@ -218,6 +220,8 @@ def backward(
         owed: the layer's output and the factors of what is left to do to ``dy``.
         relay: of the residual sum that ``x`` is, whose own gradient is then computed; input and values are
             both needed.
+        before: of the rectifier whose output ``x`` is, and whose own gradient is then computed; input and
+            values are both needed.
     """
     kernels = native.kernels(x)
     together = needs[1] and kernels is not None
@@ -256,13 +260,16 @@ def backward(
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
     if together:
+        if before is not None:
+            before.sums = x.new_empty(x.shape[1])
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             None if given is None else given.kernel(kernels, source),
             *(0 if relay is None else source.data_ptr(), native.address(more), dy.data_ptr()),
             *(native.address(z), *map(native.address, owed or (None, None))),
             *(dx.data_ptr() if needs[0] else 0, dw.data_ptr(), db.data_ptr() if needs[2] else 0),
-            *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors), threads),
+            *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors)),
+            *(0 if before is None else native.address(before.sums), threads),
         )
         if norm is not None:
             norm.leave(dx, x, factors)
