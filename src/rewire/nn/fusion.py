@@ -221,7 +221,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0:
         return call(module, *args, **kwargs)
-    promises = begin()
+    promises = begin(module)
     try:
         with _Fusion(promises):
             output = call(module, *args, **kwargs)

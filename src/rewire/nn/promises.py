@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from rewire.nn.state import TOO_LATE, Compute, State, hooked
@@ -243,6 +243,11 @@ def running() -> bool:
     return bool(_local.running) and not torch.compiler.is_compiling()
 
 
+def answers(module: nn.Module) -> bool:
+    """Whether a module is the model that runs: nobody but who called the model sees its output."""
+    return _local.running[-1].model is module
+
+
 def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
     """Whether a layer should promise its output: a model runs, and a pass over memory costs more
     than the promise."""
@@ -298,9 +303,10 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class Promises:
-    """What a running model has promised."""
+    """What a running ``model`` has promised."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
         self.pending: list[weakref.ref[Pending]] = []
         self.grad_mode = torch.is_grad_enabled()
 
@@ -325,9 +331,9 @@ class _Local(threading.local):
 _local = _Local()
 
 
-def begin() -> Promises:
+def begin(model: nn.Module) -> Promises:
     """A model begins to run; it must :func:`end`."""
-    promises = Promises()
+    promises = Promises(model)
     _local.running.append(promises)
     return promises
 

@@ -169,6 +169,14 @@ def link(
     return Link(_Product, (values, bias, *affine), (topology, conv, extras), after)
 
 
+def as_answer(link: Link) -> Link:
+    """The same with a result that need not be turned before it leaves a model, if it is a product."""
+    if link.function is not _Product:
+        return link
+    topology, conv, extras = link.rest
+    return link._replace(rest=(topology, conv, extras._replace(panels=False)))
+
+
 def _plain(x: Tensor) -> bool:
     """Whether nothing but eager autograd watches this call."""
     return (
