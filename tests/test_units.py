@@ -90,13 +90,13 @@ SEQUENCES: dict[str, tuple[list[nn.Module], int]] = {  # and how many units ther
 @pytest.fixture
 def count(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many units with a batch norm have run."""
-    seen, track = [0], units._track
+    seen, track = [0], units.NormParts.track
 
     def counted(*args: Any) -> Any:
         seen[0] += 1
         return track(*args)
 
-    monkeypatch.setattr(units, "_track", counted)
+    monkeypatch.setattr(units.NormParts, "track", counted)
     return seen
 
 

@@ -85,14 +85,15 @@ def _norm_forward(bn: nn.BatchNorm2d, input: Tensor) -> Tensor:
     """What ``nn.BatchNorm2d.forward`` does, past torch's dispatch where a layer of ours has just promised
     the input."""
     ours = type(bn) is nn.BatchNorm2d and running() and not hooked()
-    if type(input) is Pending and ours and units.uses_batch(bn):
-        with torch._C.DisableTorchFunction():
-            tensors = (bn.running_mean, bn.running_var, bn.weight, bn.bias)
-            if len(input._state.shape) == 4:
-                y = _batch_norm(input, *tensors, True, bn.momentum, bn.eps)  # type: ignore[arg-type]
+    if type(input) is Pending and ours and len(input._state.shape) == 4:
+        parts = units.NormParts.of(bn)
+        if parts.uses_batch():
+            _, weight, bias, mean, variance, count = parts
+            with torch._C.DisableTorchFunction():
+                y = _batch_norm(input, mean, variance, weight, bias, True, bn.momentum, bn.eps)  # type: ignore[arg-type]
                 if y is not None:
-                    if bn.num_batches_tracked is not None:
-                        bn.num_batches_tracked.add_(1)
+                    if count is not None:
+                        count.add_(1)
                     return y
     return type(bn).forward(bn, input)  # which may have become another type since
 
@@ -228,6 +229,8 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     finally:
         end()
     promises.settle()
+    if type(output) is Tensor:
+        return output
     return pytree.tree_map_only(Pending, Pending.settle, output)
 
 

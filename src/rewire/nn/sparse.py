@@ -77,7 +77,11 @@ class SparseLayer(ConnectedLayer):
     @property
     def parts(self) -> tuple[Tensor, Tensor | None, Topology]:
         """Values, bias and connections, as the operators take them."""
-        return self.values, self.bias, self.topology
+        own = self._parameters  # past nn.Module.__getattr__, which is slow
+        try:
+            return own["values"], own["bias"], self.topology  # type: ignore[return-value]
+        except KeyError:  # parametrized
+            return self.values, self.bias, self.topology
 
     @property
     def count(self) -> int:

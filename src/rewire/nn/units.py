@@ -12,7 +12,7 @@ maximum pooling. Units that follow each other are one :mod:`rewire.ops.chain`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,6 @@ from rewire.ops.chain import Between, Link
 from rewire.ops.norms import Moments, Norm, Owed
 
 _LAYERS = (SparseConv2d, SparseLinear)
-_WATCHED = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def forward(sequence: nn.Sequential, input: Any) -> Any:
@@ -41,8 +40,9 @@ def forward(sequence: nn.Sequential, input: Any) -> Any:
             input = module(input)
         return input
     modules, at = list(_parts(sequence)), 0
+    final = promises.answers(sequence)
     while at < len(modules):
-        run = _run(modules, at, input, sequence) if type(modules[at]) in _LAYERS else None
+        run = _run(modules, at, input, final) if type(modules[at]) in _LAYERS else None
         if run is None:
             input = modules[at](input)
             at += 1
@@ -63,86 +63,139 @@ def _parts(sequence: nn.Sequential) -> Iterator[nn.Module]:
 
 def _watched(module: nn.Module) -> bool:
     own = module.__dict__
-    return any(own[name] for name in _WATCHED)
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+    )
 
 
 def _own(module: nn.Module, *kinds: type[nn.Module]) -> bool:
     """Whether a module is of one of these types and just what they say, and nobody watches it."""
-    own = "forward" in module.__dict__ and not taken(module)
-    return type(module) in kinds and not own and not _watched(module)
+    if type(module) not in kinds or ("forward" in module.__dict__ and not taken(module)):
+        return False
+    return not _watched(module)
+
+
+class NormParts(NamedTuple):
+    """A batch norm and its tensors."""
+
+    module: nn.BatchNorm2d
+    weight: Tensor | None
+    bias: Tensor | None
+    running_mean: Tensor | None
+    running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+
+    @classmethod
+    def of(cls, module: nn.BatchNorm2d) -> NormParts:
+        """Read past ``nn.Module.__getattr__``, which is slow, where they are in their places."""
+        parameters, buffers = module._parameters, module._buffers
+        try:
+            return cls(
+                *(module, parameters["weight"], parameters["bias"], buffers["running_mean"]),
+                *(buffers["running_var"], buffers["num_batches_tracked"]),
+            )
+        except KeyError:
+            return cls(module, *(getattr(module, name) for name in cls._fields[1:]))
+
+    def uses_batch(self) -> bool:
+        """Whether it uses the batch's own statistics, and tracks all of them or none."""
+        module = self.module
+        if not module.training or module.momentum is None:
+            return False
+        tracks = module.track_running_stats
+        return all((tensor is not None) == tracks for tensor in self[3:])
+
+    def uses_running(self) -> bool:
+        """Whether it uses what it has tracked."""
+        tracked = self.running_mean is not None and self.running_var is not None
+        return not self.module.training and tracked
+
+    def track(self, moments: Moments, size: int) -> None:
+        """The running statistics see the batch."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is not None and self.running_var is not None:
+            assert self.module.momentum is not None
+            statistics = (self.running_mean, self.running_var)
+            channels.track(
+                *(moments.mean, moments.variance, size, self.module.momentum, statistics)
+            )
+
+    def norm(self, moments: Moments | None, relu: bool) -> Norm:
+        """What the kernels do, with these statistics or those it has tracked."""
+        mean, variance, owed = moments or (self.running_mean, self.running_var, None)
+        assert mean is not None
+        assert variance is not None
+        module = self.module
+        return Norm(self.weight, self.bias, mean, variance, module.training, module.eps, relu, owed)
 
 
 class _Unit(NamedTuple):
     """A layer and what follows it, by where the next module stands."""
 
     layer: SparseConv2d | SparseLinear
-    norm: nn.BatchNorm2d | None
+    norm: NormParts | None
     relu: bool
     pool: nn.MaxPool2d | None
     end: int
 
 
-def _unit(modules: Sequence[nn.Module], at: int) -> _Unit | None:
-    """The unit that starts here, if one does."""
-    if len(modules) < at + 2 or not _own(modules[at], *_LAYERS):
+def _unit(modules: Sequence[nn.Module], at: int, final: bool) -> _Unit | None:
+    """The unit that starts here, if one does; a layer alone if it is the last module and ``final``."""
+    alone = at + 1 == len(modules)
+    if at >= len(modules) or (alone and not final) or not _own(modules[at], *_LAYERS):
         return None
     layer: Any = modules[at]
-    bn: Any = modules[at + 1]
-    rest: list[Any] = list(modules[at + 2 : at + 4])
-    if layer.probe is not None or (torch.is_grad_enabled() and not layer.values.requires_grad):
+    if layer.probe is not None or (torch.is_grad_enabled() and not layer.parts[0].requires_grad):
         return None
+    if alone:
+        return _Unit(layer, None, False, None, at + 1)
+    bn: Any = modules[at + 1]
     if _own(bn, nn.ReLU):
         return _Unit(layer, None, True, None, at + 2)
-    if not (isinstance(layer, SparseConv2d) and _own(bn, nn.BatchNorm2d) and _fit(layer, bn)):
+    if not (isinstance(layer, SparseConv2d) and _own(bn, nn.BatchNorm2d)):
         return None
+    norm = NormParts.of(bn)
+    if not _fit(layer, norm):
+        return None
+    rest: list[Any] = list(modules[at + 2 : at + 4])
     relu, pool = bool(rest) and _own(rest[0], nn.ReLU), None
     rest = rest[relu:]
     if rest and _own(rest[0], nn.MaxPool2d):
         pool = rest[0]
-    return _Unit(layer, bn, relu, pool, at + 2 + relu + (pool is not None))
+    return _Unit(layer, norm, relu, pool, at + 2 + relu + (pool is not None))
 
 
-def uses_batch(bn: Any) -> bool:
-    """Whether a batch norm uses the batch's own statistics, and tracks all of them or none."""
-    tracked = [t is not None for t in (bn.running_mean, bn.running_var, bn.num_batches_tracked)]
-    all_or_none = tracked == [bn.track_running_stats] * 3
-    return bool(bn.training and bn.momentum is not None and all_or_none)
-
-
-def _uses_running(bn: Any) -> bool:
-    """Whether a batch norm uses what it has tracked."""
-    return not bn.training and bn.running_mean is not None and bn.running_var is not None
-
-
-def _fit(conv: SparseConv2d, bn: Any) -> bool:
+def _fit(conv: SparseConv2d, norm: NormParts) -> bool:
     """Whether the kernels can do the batch norm."""
-    tensors = (bn.weight, bn.bias, bn.running_mean, bn.running_var)
-    if not (uses_batch(bn) or _uses_running(bn)) or native.kernels(conv.values) is None:
+    values = conv.parts[0]
+    if not (norm.uses_batch() or norm.uses_running()) or native.kernels(values) is None:
         return False
-    shape, dtype = (conv.out_channels,), conv.values.dtype
+    shape, dtype = (conv.out_channels,), values.dtype
     return all(
         t is None or (t.shape == shape and t.dtype == dtype and t.is_cpu and t.is_contiguous())
-        for t in tensors
+        for t in norm[1:5]
     )
 
 
-def _run(
-    modules: Sequence[nn.Module], at: int, x: Any, sequence: nn.Sequential
-) -> tuple[Tensor, int] | None:
+def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Tensor, int] | None:
     """The output of the units that start here, and where the next module stands; None if there are
-    none. ``modules`` are those of ``sequence``."""
+    none. ``final`` says that the last module's output leaves the model."""
     if type(x) not in (Tensor, promises.Pending) or hooked():
         return None
     if torch._C._len_torch_dispatch_stack() > 0:  # who watches sees each layer
         return None
     with torch._C.DisableTorchFunction():
         links = _Links(x)
-        while (unit := _unit(modules, at)) is not None and links.add(unit):
+        while (unit := _unit(modules, at, final)) is not None and links.add(unit):
             at = unit.end - (unit.pool is not None and links.norm is not None)
         if links.source is None:
             return None
         products.refuse_tangents()
-        if at == len(modules) and links.norm is None and promises.answers(sequence):
+        if final and at == len(modules) and links.norm is None:
             links.found[-1] = eager.as_answer(links.found[-1])
         y, norm = chain.run(links.source, links.found), links.norm
         if norm is None:
@@ -169,60 +222,40 @@ class _Links:
         self.source: Tensor | None = None
         self.found: list[Link] = []
         self.norm: Norm | None = None
-        self._between: Between | None = (
-            None  # the last product, if it is rectified, and the next one
-        )
+        self._between: Between | None = None  # the last product, if rectified, and the next one
 
     def add(self, unit: _Unit) -> bool:
         """Add a unit if it can be done; if its pooling cannot, without it."""
-        layer, bn, dtype = unit.layer, unit.norm, self.x.dtype
-        shape = layer.output_shape(self.shape)
-        if layer.values.dtype != dtype or shape is None or min(shape) < 1:
+        layer, own, dtype = unit.layer, unit.norm, self.x.dtype
+        parts, shape = layer.parts, layer.output_shape(self.shape)
+        if parts[0].dtype != dtype or shape is None or min(shape) < 1:
             return False
         size = math.prod(shape) // shape[1]
-        if bn is not None and bn.training and size < 2:
+        training = own is not None and own.module.training
+        if training and size < 2:
             return False  # torch says what is wrong
-        products.check_layer(layer.sizes, self.shape[1], dtype, *layer.parts)
+        products.check_layer(layer.sizes, self.shape[1], dtype, *parts)
         norm, self.norm = self.norm, None
         if self.source is None:
             self.source, norm = layer.source(self.x)
-        before, self._between = self._between, Between() if bn is None else None
-        if bn is None:
-            self._append(layer, norm, shape, relu=True, between=(before, self._between))
-            return True
-        moments, after = Moments(bn.running_mean, bn.running_var), None  # type: ignore[arg-type]
-        if bn.training:
+        before, after = self._between, Between() if own is None and unit.relu else None
+        self._between, self.shape = after, shape
+        moments, track = None, None
+        if own is not None and training:
             mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
             moments = Moments(mean, variance, Owed())
-            after = partial(_track, bn, moments, size)
-        measured = moments if bn.training else None
-        self._append(layer, norm, shape, after, moments=measured, between=(before, None))
-        mean, variance, owed = moments
-        self.norm = Norm(bn.weight, bn.bias, mean, variance, bn.training, bn.eps, unit.relu, owed)
+            track = partial(own.track, moments, size)
+        relu = own is None and unit.relu
+        link = eager.link(layer.sizes, *parts, norm, track, relu, moments, (before, after))
+        self.found.append(link)
+        if own is None:
+            return True
+        self.norm = own.norm(moments, unit.relu)
         sizes = None if unit.pool is None else _sizes(unit.pool, shape)
         if sizes is not None:
             self.found.append(pooling.link(self.norm, *sizes))
             self.shape, self.norm = (*shape[:2], *sizes[1]), None
         return True
-
-    def _append(
-        self,
-        layer: SparseConv2d | SparseLinear,
-        norm: Norm | None,
-        shape: tuple[int, ...],
-        after: Callable[[], None] | None = None,
-        **extras: Any,
-    ) -> None:
-        self.found.append(eager.link(layer.sizes, *layer.parts, norm, after, **extras))
-        self.shape = shape
-
-
-def _track(bn: Any, moments: Moments, size: int) -> None:
-    """The running statistics see the batch."""
-    if bn.running_mean is not None:
-        bn.num_batches_tracked.add_(1)
-        statistics = (bn.running_mean, bn.running_var)
-        channels.track(moments.mean, moments.variance, size, bn.momentum, statistics)
 
 
 def _sizes(pool: Any, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, int]] | None:
