@@ -37,13 +37,15 @@ Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int thr
 // How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
 // packs its source once per block.
 inline int64_t row_blocks(int64_t tasks, int threads) {
-    return tasks % threads == 0 || tasks >= 4 * threads ? 1 : (4 * threads + tasks - 1) / tasks;
+    if (tasks % threads == 0 || tasks >= 4 * threads) return 1;
+    return threads % tasks == 0 ? threads / tasks : (4 * threads + tasks - 1) / tasks;
 }
 
 // In how many parts the gradients of `count` connections are summed by `tasks`, however many threads there are.
-// Gradients of many connections are long: then rows are cut rather than kept more than twice.
-inline int64_t gradient_parts(int64_t count, int64_t tasks) {
-    return std::min<int64_t>(count > kManyConnections ? 2 : 8, tasks);
+// Where there are many connections, or each is used at one position alone (`once`), putting parts together takes a good
+// part of the time: then rows are cut rather than gradients kept more than twice.
+inline int64_t gradient_parts(int64_t count, int64_t tasks, bool once) {
+    return std::min<int64_t>(once || count > kManyConnections ? 2 : 8, tasks);
 }
 
 // grad[places[e]] = the sum of the parts' sums of entry e, in order (places null: e itself).

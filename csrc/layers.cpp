@@ -122,7 +122,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
         return;
     }
     threads = worth((count + rows) * sweep.elements(), threads);
-    const int64_t parts = gradient_parts(count, sweep.tasks());
+    const int64_t parts = gradient_parts(count, sweep.tasks(), plan.h.count * plan.w.count == 1);
     const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * count);  // by pass, then part

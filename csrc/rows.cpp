@@ -90,7 +90,7 @@ void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const i
     const int64_t units = in.units, rows = in.rows, all = ptr[rows];
     const int64_t width = std::min<int64_t>(table.dots_tile, batch), panels = (batch + width - 1) / width;
     threads = worth((all + rows) * batch, threads);
-    const int64_t parts = gradient_parts(all, panels);
+    const int64_t parts = gradient_parts(all, panels, true);
     const auto cuts = cut_rows(entries_from(ptr, offset, 0), rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * all);
