@@ -48,8 +48,8 @@ def _seconds(layers: int, reads: float, window: int, inputs: int, outputs: int) 
     if near is None or far is None:
         return None
     products = 2 * reads * _ELEMENT / near  # both gradients come from one reading
-    # What is written is read into the cache first. Forward: x, y; backward: dy, the rectifier's y, x, dx.
-    moved = (inputs + 2 * outputs) + (2 * outputs + inputs + 2 * inputs)
+    # What is written is read into the cache first. Forward: x, y; backward: dy, x, dx.
+    moved = (inputs + 2 * outputs) + (outputs + inputs + 2 * inputs)
     return layers * max(products, moved * _ELEMENT / far)
 
 

@@ -6,7 +6,8 @@ module of a sequence gives to the next is seen by nobody else: there only the la
 anything, and autograd need not know of the others. That saves most of the time between two kernels.
 
 A *unit* is a layer and what follows it at once: a rectifier; or a batch norm, maybe with a rectifier and a
-maximum pooling. Units that follow each other are one :mod:`rewire.ops.chain`.
+maximum pooling; or nothing, at the end of the model. Units that follow each other are one
+:mod:`rewire.ops.chain`.
 """
 
 from __future__ import annotations
