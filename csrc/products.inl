@@ -246,9 +246,19 @@ enum class Input { any, rectified, normed };
 // What a row needs where dst is the gradient of what came before the factor, and the sums of that gradient.
 template <class T>
 struct BeforeRow {
+    static constexpr int kRun = 64;  // vectors that are added up before they count as doubles
     T scale = 0, shift = 0, mean = 0;
     bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
+    double total = 0, total_x = 0;
+    int added = 0;
+
+    REWIRE_INLINE void settle() {
+        total += double(sum_lanes<T>(sum));
+        total_x += double(sum_lanes<T>(sum_x));
+        sum = sum_x = Vec<T>{};
+        added = 0;
+    }
 };
 
 template <class T, int V, bool kPart, bool kDst, Input kInput>
@@ -355,12 +365,15 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
                     dots_tile<T, 1, false, kDst, kInput>(p, runs, ptr, src + at, here + at, 0, held, before);
                 if (at < tile.len)
                     dots_tile<T, 1, true, kDst, kInput>(p, runs, ptr, src + at, here + at, tile.len - at, held, before);
+                if constexpr (kInput != Input::any)
+                    if ((before.added += (tile.len + lanes - 1) / lanes) >= before.kRun) before.settle();
             }
         }
         held.add_to(p.grad);
         if constexpr (kInput != Input::any) {
-            p.sums[2 * row] += double(sum_lanes<T>(before.sum));
-            p.sums[2 * row + 1] += double(sum_lanes<T>(before.sum_x));
+            before.settle();
+            p.sums[2 * row] += before.total;
+            p.sums[2 * row + 1] += before.total_x;
         }
     }
 }

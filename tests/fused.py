@@ -1,6 +1,7 @@
 """What the tests of fused models share: a model whose forward pass is given, and torch's answer to it."""
 
 import copy
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -187,3 +188,17 @@ class Bodies(dict[str, Body]):
         """A function under its own name; a decorator."""
         self[function.__name__] = function
         return function
+
+
+class NewPanels:
+    """The tensors in panels that have come to life since, whatever other tests have left."""
+
+    def __init__(self) -> None:
+        self._old = self._all()
+
+    def _all(self) -> list[Tensor]:
+        return [t for t in gc.get_objects() if type(t) is Tensor and t.dim() == 5]
+
+    def alive(self) -> int:
+        old = {id(t) for t in self._old}
+        return sum(id(t) not in old for t in self._all())

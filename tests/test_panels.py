@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from fused import Net, assert_close, assert_same, normal
+from fused import Net, NewPanels, assert_close, assert_same, normal
 from fused_uses import USES
 from rewire import SparseConv2d, ops
 from rewire.nn import promises
@@ -188,13 +188,13 @@ def test_a_residual_sum_without_a_backward_pass_is_not_kept() -> None:
     gc.collect()
     gc.disable()
     try:
+        panels = NewPanels()
         out = model(normal(8, 3, 6, 6))
         node = weakref.ref(out.grad_fn)
-        alive = [weakref.ref(t) for t in gc.get_objects() if type(t) is Tensor and t.dim() == 5]
-        assert alive
+        assert panels.alive()
         del out
         assert node() is None
-        assert not any(t() is not None for t in alive)
+        assert not panels.alive()
     finally:
         gc.enable()
 

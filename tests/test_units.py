@@ -3,6 +3,7 @@ due, or that of the same layers one by one."""
 
 import copy
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -158,6 +159,40 @@ def test_some_frozen_between_rectifiers(frozen: str) -> None:
     model = sequence("rectified")
     model.get_parameter(frozen).requires_grad_(False)
     assert_same_apart(model)
+
+
+def test_two_threads_go_back_through_one_graph() -> None:
+    model = nn.Sequential(linear(64, 2000), nn.ReLU(), linear(2000, 64))
+    fuse(model)
+    y = model(normal(128, 64).float())
+    weights = [torch.full_like(y, k + 1.0) for k in range(2)]
+
+    def gradient(k: int) -> Tensor:
+        return torch.autograd.grad(y, model[0].bias, weights[k], retain_graph=True)[0]
+
+    def passes(k: int) -> bool:
+        return all(torch.equal(gradient(k), right[k]) for _ in range(20))
+
+    right = [gradient(0), gradient(1)]
+    with ThreadPoolExecutor(2) as threads:
+        assert all(threads.map(passes, range(2)))
+
+
+@pytest.mark.parametrize("norms", [False, True])
+def test_many_samples_are_summed_exactly(norms: bool) -> None:
+    """The gradient of a bias before a rectifier, in numbers of single precision."""
+    middle: list[nn.Module] = [nn.BatchNorm2d(4)] if norms else []
+    model = nn.Sequential(conv(3, 4, bias=True), *middle, nn.ReLU(), conv(4, 4, 1))
+    shift: Any = model[1] if norms else model[0]
+    shift.bias.data.fill_(50.0)  # nothing is cut off, which rounding might decide otherwise
+    double = copy.deepcopy(model).double()
+    x, dy = normal(1000, 3, 32, 32), normal(1000, 4, 32, 32, seed=1)
+    for m, dtype in ((model, torch.float32), (double, torch.float64)):
+        fuse(m)
+        m(x.to(dtype)).backward(dy.to(dtype))
+    right = (double[1] if norms else double[0]).bias.grad
+    error = (shift.bias.grad.double() - right) / right.abs().mean()
+    assert error.square().mean().sqrt() < 4e-7
 
 
 def test_two_backward_passes_through_rectifiers() -> None:

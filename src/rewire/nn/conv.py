@@ -159,8 +159,9 @@ class SparseConv2d(SparseLayer, ConvShape):
             self._check_image(x)
             reads, norm = self._source(x)
             image = reads[0]
-            values, bias, conv, probe = self.values, self.bias, self.sizes, self.probe
-            layer = (*self.parts, conv)
+            values, bias, _ = parts = self.parts
+            conv, probe = self.sizes, self.probe
+            layer = (*parts, conv)
             if x.dim() == 3:
                 return ops.conv2d(image.unsqueeze(0), *layer, probe=probe).squeeze(0)
             run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)

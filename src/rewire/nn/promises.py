@@ -244,7 +244,7 @@ def running() -> bool:
 
 
 def answers(module: nn.Module) -> bool:
-    """Whether a module is the model that runs: nobody but who called the model sees its output."""
+    """Whether a module is the model that runs: its output leaves the model."""
     return _local.running[-1].model is module
 
 

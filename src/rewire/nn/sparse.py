@@ -80,7 +80,7 @@ class SparseLayer(ConnectedLayer):
         own = self._parameters  # past nn.Module.__getattr__, which is slow
         try:
             return own["values"], own["bias"], self.topology  # type: ignore[return-value]
-        except KeyError:  # parametrized
+        except KeyError:  # one of them is no parameter any more
             return self.values, self.bias, self.topology
 
     @property

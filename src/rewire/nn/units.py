@@ -28,7 +28,7 @@ from rewire.nn.promises import kept, kinds, promise
 from rewire.nn.state import hooked
 from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products
-from rewire.ops.chain import Between, Link
+from rewire.ops.chain import Link
 from rewire.ops.norms import Moments, Norm, Owed
 
 _LAYERS = (SparseConv2d, SparseLinear)
@@ -99,7 +99,7 @@ class NormParts(NamedTuple):
                 *(buffers["running_var"], buffers["num_batches_tracked"]),
             )
         except KeyError:
-            return cls(module, *(getattr(module, name) for name in cls._fields[1:]))
+            return cls(module, *(getattr(module, name, None) for name in cls._fields[1:]))
 
     def uses_batch(self) -> bool:
         """Whether it uses the batch's own statistics, and tracks all of them or none."""
@@ -116,14 +116,11 @@ class NormParts(NamedTuple):
 
     def track(self, moments: Moments, size: int) -> None:
         """The running statistics see the batch."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.running_mean is not None and self.running_var is not None:
-            assert self.module.momentum is not None
-            statistics = (self.running_mean, self.running_var)
-            channels.track(
-                *(moments.mean, moments.variance, size, self.module.momentum, statistics)
-            )
+        _, _, _, mean, variance, count = self
+        momentum = self.module.momentum
+        if not (mean is None or variance is None or count is None or momentum is None):
+            count.add_(1)
+            channels.track(moments.mean, moments.variance, size, momentum, (mean, variance))
 
     def norm(self, moments: Moments | None, relu: bool) -> Norm:
         """What the kernels do, with these statistics or those it has tracked."""
@@ -223,7 +220,7 @@ class _Links:
         self.source: Tensor | None = None
         self.found: list[Link] = []
         self.norm: Norm | None = None
-        self._between: Between | None = None  # the last product, if rectified, and the next one
+        self._rectified = False  # whether that is a product, and rectified
 
     def add(self, unit: _Unit) -> bool:
         """Add a unit if it can be done; if its pooling cannot, without it."""
@@ -239,16 +236,15 @@ class _Links:
         norm, self.norm = self.norm, None
         if self.source is None:
             self.source, norm = layer.source(self.x)
-        before, after = self._between, Between() if own is None and unit.relu else None
-        self._between, self.shape = after, shape
         moments, track = None, None
         if own is not None and training:
             mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
             moments = Moments(mean, variance, Owed())
             track = partial(own.track, moments, size)
-        relu = own is None and unit.relu
-        link = eager.link(layer.sizes, *parts, norm, track, relu, moments, (before, after))
+        rectified, relu = self._rectified, own is None and unit.relu
+        link = eager.link(layer.sizes, *parts, norm, track, relu, moments, rectified)
         self.found.append(link)
+        self.shape, self._rectified = shape, relu
         if own is None:
             return True
         self.norm = own.norm(moments, unit.relu)

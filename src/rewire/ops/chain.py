@@ -32,31 +32,29 @@ class Link(NamedTuple):
     after: Callable[[], None] | None = None
 
 
-class Between:
-    """A rectified output inside a chain, which one product gives and the next one reads.
+class _Context:
+    """What a link takes for autograd's context.
 
-    The next one reads it anyway when it computes its gradient, so it computes that of what the rectifier
-    read instead, and its sum by channel, which is the gradient of the bias.
+    Attributes:
+        passed: in the backward pass, what the link after this one has handed back besides the gradient.
+        hands_back: what this one does.
     """
 
-    sums: Tensor | None = None  # by channel, of a gradient that has passed the rectifier
-
-    def take(self) -> Tensor | None:
-        """The sums, if the gradient that has arrived has passed."""
-        sums, self.sums = self.sums, None
-        return sums
-
-
-class _Context:
-    """What a link takes for autograd's context."""
-
     saved_tensors: tuple[Tensor | None, ...] = ()
+    passed: Tensor | None = None
+    hands_back: Tensor | None = None
 
     def __init__(self, needs: tuple[bool, ...]) -> None:
         self.needs_input_grad = needs
 
     def save_for_backward(self, *tensors: Tensor | None) -> None:
         self.saved_tensors = tensors
+
+    def now(self, saved: tuple[Tensor | None, ...], passed: Tensor | None) -> _Context:
+        """The same in one backward pass; another one may be under way."""
+        context = _Context.__new__(_Context)
+        context.__dict__.update(self.__dict__, saved_tensors=saved, passed=passed)
+        return context
 
 
 class _Chain(torch.autograd.Function):
@@ -81,11 +79,12 @@ class _Chain(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         saved, end = ctx.saved_tensors, len(ctx.saved_tensors)
         gradient: Tensor | None = dy
+        passed: Tensor | None = None
         found: list[Tensor | None] = []
         for step, backward, count in reversed(ctx.steps):
-            step.saved_tensors, end = saved[end - count : end], end - count
-            gradient, *others = backward(step, gradient)
-            step.saved_tensors = ()
+            now, end = step.now(saved[end - count : end], passed), end - count
+            gradient, *others = backward(now, gradient)
+            passed = now.hands_back
             found[:0] = others[: len(step.needs_input_grad) - 1]
         return gradient, None, *found
 

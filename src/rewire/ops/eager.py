@@ -16,12 +16,13 @@ from torch import Tensor
 from rewire.ops import (
     channels,
     layout,
+    native,
     operators,  # noqa: F401 (registers them)
     products,
     recording,
     rows,
 )
-from rewire.ops.chain import Between, Link
+from rewire.ops.chain import Link
 from rewire.ops.norms import Moments, Norm, relay_of
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
@@ -40,8 +41,7 @@ class _Extras(NamedTuple):
     norm: Norm | None = None
     probe: Probe | None = None
     panels: bool = False
-    before: Between | None = None
-    after: Between | None = None
+    rectified: bool = False  # the input, by the link before this one
 
 
 class _Product(torch.autograd.Function):
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
         conv: Convolution,
         extras: _Extras,
     ) -> Tensor:
-        row_major, relu, moments, norm, ctx.probe, panels, ctx.before, ctx.after = extras
+        row_major, relu, moments, norm, ctx.probe, panels, ctx.rectified = extras
         given, ctx.by_rows = x, row_major and rows.usable(x)
         ctx.relay = relay_of(x) if norm is None else None
         if ctx.relay is not None:
@@ -97,18 +97,21 @@ class _Product(torch.autograd.Function):
             ctx.probe(ctx.conv, *(layout.from_panels(t) if t.dim() == 5 else t for t in (x, dy)))
         relay = ctx.relay if needs[0] and needs[1] and ctx.probe is None else None
         relay = relay if relay is not None and relay.usable() else None
-        before = ctx.before if needs[0] and needs[1] else None
-        sums = None if ctx.after is None else ctx.after.take()
+        sums = passed = None
+        if ctx.rectified and needs[0] and needs[1] and dy.numel() and native.kernels(x) is not None:
+            # x is at hand here: what the link before would do to its output's gradient is done now.
+            sums = ctx.hands_back = x.new_empty(x.shape[1])
         wanted = needs[:3]
-        if sums is not None:
+        if z is not None and (passed := getattr(ctx, "passed", None)) is not None:
+            # The link after this one has done so: dy has passed the rectifier, and been summed up.
             wanted, z = (*needs[:2], False), None
         grads = list(
             products.backward(
-                *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, before)
+                *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, sums)
             )
         )
-        if sums is not None:
-            grads[2] = sums
+        if passed is not None:
+            grads[2] = passed
         if needs[0] and ctx.rows:
             grads[0] = layout.to_row_major(grads[0])
         kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))
@@ -159,12 +162,12 @@ def link(
     after: Callable[[], None] | None = None,
     relu: bool = False,
     moments: Moments | None = None,
-    between: tuple[Between | None, Between | None] = (None, None),
+    rectified: bool = False,
 ) -> Link:
     """The product as a part of a chain, of an input that ``products.check_layer`` has accepted; see
-    :func:`conv2d`. The result is in panels where the batch fills them. ``between`` is it and the products
-    before and after it."""
-    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR, *between)
+    :func:`conv2d`. The result is in panels where the batch fills them. ``rectified`` says that the link
+    before this one is a product that rectifies its result."""
+    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR, rectified)
     affine = (None, None) if norm is None else norm[:2]
     return Link(_Product, (values, bias, *affine), (topology, conv, extras), after)
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from rewire.ops import channels, layout, native, reference
-from rewire.ops.chain import Between
 from rewire.ops.norms import Moments, Norm, Relay
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
@@ -208,7 +207,7 @@ def backward(
     norm: Norm | None = None,
     owed: tuple[Tensor, Tensor] | None = None,
     relay: Relay | None = None,
-    before: Between | None = None,
+    sums: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Gradients of input, values, bias and of the weight and bias of ``norm``, an empty tensor for each
     that is not needed.
@@ -220,8 +219,8 @@ def backward(
         owed: the layer's output and the factors of what is left to do to ``dy``.
         relay: of the residual sum that ``x`` is, whose own gradient is then computed; input and values are
             both needed.
-        before: of the rectifier whose output ``x`` is, and whose own gradient is then computed; input and
-            values are both needed.
+        sums: receives the sums by channel of the first gradient, which is then that of what was rectified
+            to give ``x``; input and values are both needed, and kernels.
     """
     kernels = native.kernels(x)
     together = needs[1] and kernels is not None
@@ -260,8 +259,6 @@ def backward(
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
     if together:
-        if before is not None:
-            before.sums = x.new_empty(x.shape[1])
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             None if given is None else given.kernel(kernels, source),
@@ -269,7 +266,7 @@ def backward(
             *(native.address(z), *map(native.address, owed or (None, None))),
             *(dx.data_ptr() if needs[0] else 0, dw.data_ptr(), db.data_ptr() if needs[2] else 0),
             *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors)),
-            *(0 if before is None else native.address(before.sums), threads),
+            *(native.address(sums), threads),
         )
         if norm is not None:
             norm.leave(dx, x, factors)
