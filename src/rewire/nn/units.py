@@ -188,13 +188,13 @@ def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Te
         return None
     with torch._C.DisableTorchFunction():
         links = _Links(x)
-        while (unit := _unit(modules, at, final)) is not None and links.add(unit):
+        while (unit := _unit(modules, at, final)) is not None:
+            if not links.add(unit, final and unit.end == len(modules)):
+                break
             at = unit.end - (unit.pool is not None and links.norm is not None)
         if links.source is None:
             return None
         products.refuse_tangents()
-        if final and at == len(modules) and links.norm is None:
-            links.found[-1] = eager.as_answer(links.found[-1])
         y, norm = chain.run(links.source, links.found), links.norm
         if norm is None:
             return kept(y, None), at
@@ -222,8 +222,9 @@ class _Links:
         self.norm: Norm | None = None
         self._rectified = False  # whether that is a product, and rectified
 
-    def add(self, unit: _Unit) -> bool:
-        """Add a unit if it can be done; if its pooling cannot, without it."""
+    def add(self, unit: _Unit, last: bool) -> bool:
+        """Add a unit if it can be done; if its pooling cannot, without it. ``last`` says that its output
+        leaves the model."""
         layer, own, dtype = unit.layer, unit.norm, self.x.dtype
         parts, shape = layer.parts, layer.output_shape(self.shape)
         if parts[0].dtype != dtype or shape is None or min(shape) < 1:
@@ -241,8 +242,8 @@ class _Links:
             mean, variance = (torch.empty(shape[1], dtype=dtype) for _ in range(2))
             moments = Moments(mean, variance, Owed())
             track = partial(own.track, moments, size)
-        rectified, relu = self._rectified, own is None and unit.relu
-        link = eager.link(layer.sizes, *parts, norm, track, relu, moments, rectified)
+        relu, last = own is None and unit.relu, own is None and last
+        link = eager.link(*(layer.sizes, *parts, norm, track, relu, moments, self._rectified, last))
         self.found.append(link)
         self.shape, self._rectified = shape, relu
         if own is None:

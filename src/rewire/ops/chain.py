@@ -92,8 +92,14 @@ class _Chain(torch.autograd.Function):
 def run(x: Tensor, links: Sequence[Link]) -> Tensor:
     """The output of the last link."""
     if torch.is_grad_enabled():
+        if len(links) == 1:
+            (link,) = links
+            result: Tensor = recording.apply(link.function, x, *link.tensors, *link.rest)
+            if link.after is not None:
+                link.after()
+            return result
         tensors = [tensor for link in links for tensor in link.tensors]
-        result: Tensor = recording.apply(_Chain, x, links, *tensors)
+        result = recording.apply(_Chain, x, links, *tensors)
         return result
     for link in links:
         x = _call(link, _Context((False,) * (1 + len(link.tensors))), x)

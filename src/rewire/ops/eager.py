@@ -163,21 +163,15 @@ def link(
     relu: bool = False,
     moments: Moments | None = None,
     rectified: bool = False,
+    last: bool = False,
 ) -> Link:
     """The product as a part of a chain, of an input that ``products.check_layer`` has accepted; see
-    :func:`conv2d`. The result is in panels where the batch fills them. ``rectified`` says that the link
-    before this one is a product that rectifies its result."""
-    extras = _Extras(False, relu, moments, norm, None, conv is not LINEAR, rectified)
+    :func:`conv2d`. ``rectified`` says that the link before this one is a product that rectifies its
+    result. The result is in panels where the batch fills them, unless it is the ``last`` of a model."""
+    panels = conv is not LINEAR and not last
+    extras = _Extras(False, relu, moments, norm, None, panels, rectified)
     affine = (None, None) if norm is None else norm[:2]
     return Link(_Product, (values, bias, *affine), (topology, conv, extras), after)
-
-
-def as_answer(link: Link) -> Link:
-    """The same with a result that need not be turned before it leaves a model, if it is a product."""
-    if link.function is not _Product:
-        return link
-    topology, conv, extras = link.rest
-    return link._replace(rest=(topology, conv, extras._replace(panels=False)))
 
 
 def _plain(x: Tensor) -> bool:
