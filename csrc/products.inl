@@ -165,13 +165,13 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
 template <class T>
 struct Group {
     Runs runs[kTiles];
-    int32_t positions = 0;
+    int32_t pieces = 0;  // that stay in registers, at all positions
     bool whole = true;
 
     Group(const Entries& entries, const Tile* tiles, int64_t count) {
         for (int64_t t = 0; t < count; t++) {
             runs[t] = Runs(entries, tiles[t]);
-            positions += tiles[t].count;
+            pieces += tiles[t].count * ((tiles[t].len + 4 * kLanes<T> - 1) / (4 * kLanes<T>));
             whole = whole && tiles[t].len % kLanes<T> == 0;
         }
     }
@@ -217,7 +217,7 @@ REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V
     return dot;
 }
 
-// The sums of a row's first entries, whose lanes are added once for all its positions.
+// The sums of a row's first entries, whose lanes are added once for all pieces of the row.
 template <class T>
 struct Held {
     static constexpr int32_t kMost = 256;
@@ -225,8 +225,8 @@ struct Held {
     Vec<T> dots[kMost];
 
     // Of a row whose entries lie in [first_, end_).
-    REWIRE_INLINE Held(int32_t first_, int32_t end_, int32_t positions)
-        : first(first_), end(positions < 2 ? first_ : end_ - first_ < kMost ? end_ : first_ + kMost) {
+    REWIRE_INLINE Held(int32_t first_, int32_t end_, int32_t pieces)
+        : first(first_), end(pieces < 2 ? first_ : end_ - first_ < kMost ? end_ : first_ + kMost) {
         for (int32_t k = 0; k < end - first; k++) dots[k] = Vec<T>{};
         for (int32_t k = end - first; k % 4; k++) dots[k] = Vec<T>{};
     }
@@ -341,7 +341,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             for (int64_t t = 0; kDst && t < count; t++) clear(p.dst + row * p.row, tiles[t]);
             continue;
         }
-        Held<T> held(ptr[0], ptr[taps], group.positions);
+        Held<T> held(ptr[0], ptr[taps], group.pieces);
         BeforeRow<T> before;
         if constexpr (kInput == Input::normed) {
             before.scaled = p.reading.scale != nullptr;

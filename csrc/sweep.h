@@ -111,7 +111,8 @@ class Sweep {
             return;
         }
         tiles_ = {plan_.cut()};
-        tasks_ = std::min<int64_t>(64, int64_t(tiles_.front().size()));
+        const int64_t tiles = int64_t(tiles_.front().size());
+        tasks_ = std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));  // of some tiles, if there are
         if (!source.reading.plain()) settle(threads);
     }
 
