@@ -111,8 +111,8 @@ class Sweep {
             return;
         }
         tiles_ = {plan_.cut()};
-        const int64_t tiles = int64_t(tiles_.front().size());
-        tasks_ = std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));  // of some tiles, if there are
+        const int64_t tiles = int64_t(tiles_.front().size());  // some of them in each task, if there are enough
+        tasks_ = std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));
         if (!source.reading.plain()) settle(threads);
     }
 
