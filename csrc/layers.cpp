@@ -126,7 +126,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * count);  // by pass, then part
-    std::vector<double> norm_sums(dots.sums ? size_t(parts * rows * 2) : 0);
+    std::vector<double> before_sums(dots.sums ? size_t(parts * rows * 2) : 0);
     std::vector<double> channel_sums(totals ? size_t(parts * plan.channels) : 0);
     parallel_for(parts * blocks, threads, [&](int64_t task) {
         const int64_t part = task / blocks, row0 = cuts[size_t(task % blocks)], row1 = cuts[size_t(task % blocks + 1)];
@@ -140,7 +140,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
             mine.back().entries = entries;
             mine.back().weight = pass->weight.get();
             mine.back().grad = start + part * pass->offsets.count;
-            if (dots.sums) mine.back().sums = &norm_sums[size_t(part * rows * 2)];
+            if (dots.sums) mine.back().sums = &before_sums[size_t(part * rows * 2)];
             std::memset(mine.back().grad + first, 0, sizeof(T) * size_t(last - first));
             start += parts * pass->offsets.count;
         }
@@ -151,7 +151,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
                 table.dots(mine[pass], tiles, count, row0, row1);
             });
     });
-    if (dots.sums) add_parts(norm_sums, parts, dots.sums);
+    if (dots.sums) add_parts(before_sums, parts, dots.sums);
     if (totals) add_parts(channel_sums, parts, totals);
     const T* start = sums.get();
     for (const Pass<T>* pass : passes) {
