@@ -228,8 +228,12 @@ NB_MODULE(_native, m) {
     m.def("use", &use);
     m.def("shares_torch_threads", &shares_torch_threads);
     m.def("empty_cache", &empty_cache);
-    m.def("read_rate", [](int64_t bytes, int threads) { return read_rate(table<float>(), bytes, threads); },
-          nb::call_guard<nb::gil_scoped_release>());
+    nb::class_<Loops>(m, "Loops")
+        .def("__init__", [](Loops* p, int64_t rows, double entries, int64_t pieces, int64_t count, int threads) {
+            new (p) Loops(table<float>(), rows, entries, pieces, count, threads);
+        })
+        .def("forward", &Loops::forward, nb::call_guard<nb::gil_scoped_release>())
+        .def("backward", &Loops::backward, nb::call_guard<nb::gil_scoped_release>());
     m.def("first_bad_row", [](Address ptr, Address indices, int64_t rows, int64_t inputs, int64_t count, int threads) {
         return first_bad_row({at<int32_t>(ptr), at<int32_t>(indices)}, rows, inputs, count, threads);
     }, nb::call_guard<nb::gil_scoped_release>());

@@ -6,7 +6,6 @@
 #include "transpose.inl"
 #include "norm.inl"
 #include "pool.inl"
-#include "limits.inl"
 
 namespace rewire::REWIRE_ISA {
 
@@ -17,7 +16,6 @@ constexpr Table<T> table() {
             copy<T>,          read<T>,
             transpose<T>,
             total<T>,         totals<T>,
-            read_pieces<T>,
             variation<T>,
             normalize<T>,     norm_sums<T>,
             norm_gradient<T>, max_pool<T>,

@@ -124,7 +124,6 @@ struct Table {
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
     double (*total)(const T* x, int64_t len);
     void (*totals)(const T* x, int64_t step, int64_t count, int64_t len, double* sums);  // of pieces, added to sums
-    double (*read_pieces)(const T* from, const int32_t* order, int64_t count);
     double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
     // sums = (sum of g, sum of g * xhat), g = dz (plus `more`, unless null) where z was not cut off (z null:

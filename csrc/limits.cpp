@@ -1,38 +1,83 @@
 #include "limits.h"
 
 #include <algorithm>
-#include <chrono>
-#include <vector>
+#include <cmath>
 
 #include "parallel.h"
-#include "scratch.h"
 
 namespace rewire {
+namespace {
 
-double read_rate(const Table<float>& table, int64_t bytes, int threads) {
-    const int64_t piece = table.sum_tile * int64_t(sizeof(float));
-    const int64_t pieces = std::max<int64_t>(1, bytes / piece);
-    std::vector<int32_t> order(size_t(std::max<int64_t>(pieces, (int64_t(4) << 20) / piece)));
+Scratch<float> ones(int64_t count) {
+    Scratch<float> memory(count);
+    std::fill(memory.get(), memory.get() + count, 1.0f);
+    return memory;
+}
+
+}  // namespace
+
+Loops::Loops(const Table<float>& table, int64_t rows, double entries, int64_t pieces, int64_t count, int threads)
+    : table_(table), rows_(rows), pieces_(pieces), count_(count), threads_(threads), ptr_(size_t(rows + 1)) {
+    for (int64_t row = 0; row <= rows; row++) ptr_[size_t(row)] = int32_t(std::llround(double(row) * entries));
+    offset_.resize(size_t(ptr_.back()));
+    const uint64_t places = uint64_t(std::max<int64_t>(1, pieces - count + 1));
     uint32_t state = 1;
-    for (auto& place : order) {
+    for (auto& offset : offset_) {
         state = state * 1664525u + 1013904223u;
-        place = int32_t((uint64_t(state) * uint64_t(pieces)) >> 32);
+        offset = int32_t((uint64_t(state) * places) >> 32);
     }
-    const int64_t size = pieces * table.sum_tile;
-    const Scratch<float> data(size * threads);
-    std::fill(data.get(), data.get() + size * threads, 1.0f);
-    double best = 1e9, total = 0;
-    for (int round = 0; round < 12; round++) {
-        std::vector<double> sums(size_t(threads), 0);
-        const auto start = std::chrono::steady_clock::now();
-        parallel_for(threads, threads, [&](int64_t t) {
-            sums[size_t(t)] = table.read_pieces(data.get() + t * size, order.data(), int64_t(order.size()));
-        });
-        best = std::min(best, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
-        for (const double sum : sums) total += sum;
-    }
-    // What was read is used, or it would not be read.
-    return total > 0 ? double(piece) * double(order.size()) * threads / best : 0;
+    for (int64_t row = 0; row < rows; row++)
+        std::sort(offset_.begin() + ptr_[size_t(row)], offset_.begin() + ptr_[size_t(row + 1)]);
+    const int64_t panel = table.sum_tile;
+    weight_ = ones(ptr_.back());
+    source_ = ones(threads * pieces * panel);
+    factor_ = ones(threads * rows * count * panel);
+    result_ = ones(threads * rows * count * panel);
+    grad_ = ones(threads * int64_t(ptr_.back()));
+    tile_ = {0, 0, panel, panel, int32_t(count), int32_t(panel), 0, 1, 0, 1};
+}
+
+template <class Body>
+void Loops::share(int64_t times, Body&& body) const {
+    parallel_for(threads_, threads_, [&](int64_t thread) {
+        for (int64_t k = times * thread / threads_; k < times * (thread + 1) / threads_; k++) body(thread);
+    });
+}
+
+void Loops::forward(int64_t times) const {
+    const int64_t row = count_ * table_.sum_tile;
+    share(times, [&](int64_t thread) {
+        const Sum<float> sum{{ptr_.data(), offset_.data(), 1, 1},
+                             weight_.get(),
+                             source_.get() + thread * pieces_ * table_.sum_tile,
+                             table_.sum_tile,
+                             result_.get() + thread * rows_ * row,
+                             row,
+                             nullptr,
+                             true,
+                             nullptr};
+        table_.sum(sum, &tile_, 1, 0, rows_);
+    });
+}
+
+void Loops::backward(int64_t times) const {
+    const int64_t row = count_ * table_.dots_tile;
+    share(times, [&](int64_t thread) {
+        const Dots<float> dots{{ptr_.data(), offset_.data(), 1, 1},
+                               weight_.get(),
+                               source_.get() + thread * pieces_ * table_.dots_tile,
+                               table_.dots_tile,
+                               factor_.get() + thread * rows_ * row,
+                               result_.get() + thread * rows_ * row,
+                               row,
+                               grad_.get() + thread * int64_t(ptr_.back()),
+                               {},
+                               nullptr,
+                               nullptr,
+                               nullptr,
+                               nullptr};
+        table_.dots(dots, &tile_, 1, 0, rows_);
+    });
 }
 
 }  // namespace rewire

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+import rewire
 from rewire import ops
 from rewire.bench import layers, limits, machine, peers, show, step, timing, workloads
-from rewire.bench.case import CSR, DENSE, FORWARD, OURS, TRAINING, Case, Functions, Result
+from rewire.bench.case import CSR, DENSE, FORWARD, LIMIT, OURS, TRAINING, Case, Functions, Result
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
 from rewire.ops import native
@@ -297,15 +298,28 @@ def test_geometric_means() -> None:
 
 
 @pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-def test_what_memory_allows() -> None:
-    """Fewer connections allow more, down to what activations alone take."""
-    shape = workloads.ConvShape(16, 16, 8)
-    seconds = [limits.convolution(shape, sparsity, 32, 1) for sparsity in (0.0, 0.5, 0.99, 0.999)]
-    assert all(second is not None and second > 0 for second in seconds)
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[2] == seconds[3]
-    chain, layer = (limits.linear(256, 0.9, 64, count) for count in (4, 1))
-    assert chain == pytest.approx(4 * layer)
+def test_what_layers_cannot_do_without_is_timed_beside_them() -> None:
+    """The layers' connections, activations and gradients; nothing where a panel would be half empty."""
+    batch = 2 * int(native.module().f32.panel())
+    conv = rewire.SparseConv2d(4, 6, 3, padding=1, stride=2, sparsity=0.5)
+    chain = [rewire.SparseLinear(9, 8, sparsity=0.5), rewire.SparseLinear(8, 9, sparsity=0.5)]
+    given: list[tuple[list[Any], tuple[int, ...]]] = [([conv], (4, 7, 7)), (chain, (9,))]
+    for following, shape in given:
+        found = limits.functions(following, torch.randn(batch, *shape))
+        assert list(found) == [(LIMIT, part) for part in ("connections", "activations", "autograd")]
+        for function in found.values():
+            function()
+        assert limits.functions(following, torch.randn(batch - 1, *shape)) == {}
+
+
+def test_a_limit_is_the_longer_of_two_parts_and_a_third() -> None:
+    parts = ("connections", "activations", "autograd")
+    functions: Functions = {(OURS, ""): lambda: None}
+    functions |= {(LIMIT, part): lambda: None for part in parts}
+    case = Case("linear layer", "8", 0.5, 1, ("forward",), lambda: iter([("forward", functions)]))
+    (result,) = case.run(3)
+    connections, activations, autograd = (result.limits[part] for part in parts)
+    assert result.least_ms == max(connections, activations) + autograd
 
 
 def test_a_peer_that_fails_is_left_out() -> None:

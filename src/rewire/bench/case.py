@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rewire.bench.timing import Function, Tick, Timing, interleaved
 
 OURS, DENSE, CSR = "ours", "dense", "torch.sparse CSR"
+LIMIT = "limit"  # what ours cannot be faster than; its variants are parts of it
 FORWARD, TRAINING, INFERENCE, STEP = "forward", "forward+backward", "inference", "training step"
 
 Key = tuple[str, str]  # who, and which of its variants; only the fastest of them counts
@@ -37,7 +38,7 @@ def _guarded(key: Key, function: Function) -> Function:
 
 def _timed(functions: Functions, rounds: int, patience: float, tick: Tick) -> dict[Key, Timing]:
     """Time them side by side; a peer that raises an error is left out, and named in a warning."""
-    mine = (OURS, DENSE, CSR)
+    mine = (OURS, DENSE, CSR, LIMIT)
     left = {key: f if key[0] in mine else _guarded(key, f) for key, f in functions.items()}
     while True:
         try:
@@ -46,6 +47,17 @@ def _timed(functions: Functions, rounds: int, patience: float, tick: Tick) -> di
             del left[failed.key]
             cause = repr(failed.__cause__)
             warnings.warn(f"{failed.key[0]} is left out here, it failed: {cause}", stacklevel=2)
+
+
+def least(milliseconds: Mapping[str, float]) -> float | None:
+    """What ours takes at least, by its limits: connections and activations at the same time, and autograd.
+
+    >>> least({"connections": 3.0, "activations": 1.0, "autograd": 0.5})
+    3.5
+    """
+    if not milliseconds:
+        return None
+    return max(milliseconds["connections"], milliseconds["activations"]) + milliseconds["autograd"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,8 @@ class Result:
         csr_ms: torch.sparse's, where it was timed.
         peers: the times of other libraries that are installed.
         ratio: how many times faster than dense.
-        least_ms: what ours would take if nothing but its reads and writes of memory took time.
+        limits: milliseconds of what ours cannot do without; see :mod:`rewire.bench.limits`.
+        least_ms: what ours takes at least, by these.
     """
 
     kind: str
@@ -79,6 +92,7 @@ class Result:
     csr_ms: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
     ratio: float | None = None
+    limits: dict[str, float] = field(default_factory=dict)
     least_ms: float | None = None
 
 
@@ -91,7 +105,6 @@ class Case:
         modes: how it is run.
         groups: builds what is timed, one mode after the other, and yields it; nothing is built, and
             no memory taken, before the case runs.
-        least: seconds that the memory alone takes when training, if that is known.
     """
 
     kind: str
@@ -100,7 +113,6 @@ class Case:
     batch: int
     modes: tuple[str, ...]
     groups: Callable[[], Groups]
-    least: Callable[[], float | None] = lambda: None
 
     @property
     def label(self) -> str:
@@ -125,13 +137,16 @@ class Case:
 
     def _result(self, mode: str, timings: Mapping[Key, Timing]) -> Result:
         fastest: dict[str, tuple[float, str]] = {}
+        limits: dict[str, float] = {}
         for (who, variant), timing in timings.items():
             found = (1e3 * timing.median, variant)
-            fastest[who] = min(found, fastest.get(who, found))
+            if who == LIMIT:
+                limits[variant] = found[0]
+            else:
+                fastest[who] = min(found, fastest.get(who, found))
         ours, _ = fastest.pop(OURS)
         dense, dense_format = fastest.pop(DENSE, (None, None))
         csr, _ = fastest.pop(CSR, (None, None))
-        least = self.least() if mode == TRAINING else None
         return Result(
             *(self.kind, self.shape, self.sparsity, self.batch, mode),
             ours_ms=ours,
@@ -140,5 +155,6 @@ class Case:
             csr_ms=csr,
             peers={who: milliseconds for who, (milliseconds, _) in fastest.items()},
             ratio=None if dense is None else dense / ours,
-            least_ms=None if least is None else 1e3 * least,
+            limits=limits,
+            least_ms=least(limits),
         )

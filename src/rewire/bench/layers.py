@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire import SparseLinear, models, ops
-from rewire.bench import limits, workloads
+from rewire.bench import workloads
 from rewire.bench.case import FORWARD, INFERENCE, TRAINING, Case
 from rewire.bench.timing import interleaved
 from rewire.bench.workloads import ConvShape
@@ -85,9 +85,7 @@ def _linear(plan: Plan, kind: str) -> Iterator[Case]:
         for sparsity in plan.sparsities:
             groups = partial(build, width, sparsity, plan.batch, plan.max_memory)
             modes = (TRAINING, FORWARD)
-            count = workloads.LAYERS if kind == "linear chain" else 1
-            least = partial(limits.linear, width, sparsity, plan.batch, count)
-            yield Case(kind, str(width), sparsity, plan.batch, modes, groups, least)
+            yield Case(kind, str(width), sparsity, plan.batch, modes, groups)
 
 
 def _conv(plan: Plan) -> Iterator[Case]:
@@ -95,9 +93,7 @@ def _conv(plan: Plan) -> Iterator[Case]:
         for sparsity in plan.sparsities:
             groups = partial(workloads.convolution, shape, sparsity, plan.batch)
             modes = (TRAINING, FORWARD)
-            count = workloads.LAYERS if shape.chains else 1
-            least = partial(limits.convolution, shape, sparsity, plan.batch, count)
-            yield Case(_kind(shape), str(shape), sparsity, plan.batch, modes, groups, least)
+            yield Case(_kind(shape), str(shape), sparsity, plan.batch, modes, groups)
 
 
 def _inference(plan: Plan) -> Iterator[Case]:

@@ -104,7 +104,7 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column(what, no_wrap=True)
     bounded = any(result.least_ms is not None for result in results)
-    for name in ("sparsity", "ours", "dense", "speed-up", *(["memory allows"] if bounded else [])):
+    for name in ("sparsity", "ours", "dense", "speed-up", *(["limit"] if bounded else [])):
         table.add_column(name, justify="right", no_wrap=True)
     for name in others:
         table.add_column(name, justify="right", no_wrap=True)
@@ -134,7 +134,7 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
 
 
 def _allowed(result: Result) -> float | None:
-    """How many times faster than dense, if only memory took time."""
+    """How many times faster than dense, if it took no more than it has to."""
     if result.dense_ms is None or not result.least_ms:
         return None
     return result.dense_ms / result.least_ms

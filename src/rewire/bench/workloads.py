@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import rewire
 from rewire import SparseConv2d, SparseLinear
-from rewire.bench import peers
+from rewire.bench import limits, peers
 from rewire.bench.case import CSR, DENSE, FORWARD, INFERENCE, OURS, TRAINING, Functions, Groups
 from rewire.bench.timing import Function
 from rewire.nn.fusion import fuse
@@ -59,7 +59,7 @@ def linear_chain(width: int, sparsity: float, batch: int, limit: float) -> Group
     x = torch.randn(batch, width)
     turned = layout.to_batch_last(x)
     csr = _csr_chain(ours)
-    training: Functions = {(OURS, ""): _training(ours, turned)}
+    training: Functions = {(OURS, ""): _training(ours, turned), **_limits(ours, turned)}
     forward: Functions = {(OURS, ""): _forward(ours, turned), (CSR, ""): _forward(csr, turned)}
     _check("torch.sparse", csr, turned, like=ours)
     if (dense := _dense(ours, limit, gradients=True)) is not None:
@@ -77,7 +77,7 @@ def linear_layer(width: int, sparsity: float, batch: int, limit: float) -> Group
     assert isinstance(layer, SparseLinear)
     ours = _RowMajor(model)
     x = torch.randn(batch, width)
-    training: Functions = {(OURS, ""): _training(ours, x)}
+    training: Functions = {(OURS, ""): _training(ours, x), **_limits(model, x)}
     forward: Functions = {(OURS, ""): _forward(ours, x)}
     for name, csr in _csr_layers(layer).items():
         _check("torch.sparse", csr, x, like=ours)
@@ -99,7 +99,7 @@ def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
     x = torch.randn(batch, shape.n_in, shape.image, shape.image)
     turned = layout.to_batch_last(x)
     dense = _dense_formats(ours, x)
-    training: Functions = {(OURS, ""): _training(ours, turned)}
+    training: Functions = {(OURS, ""): _training(ours, turned), **_limits(ours, turned)}
     for name, (model, its_x) in dense.items():
         training[DENSE, name] = _training(model, its_x)
     layers = [module for module in ours if isinstance(module, SparseConv2d)]
@@ -275,6 +275,10 @@ def _training(model: nn.Module, x: Tensor) -> Function:
         model(x).backward(gradient)
 
     return run
+
+
+def _limits(ours: nn.Sequential, x: Tensor) -> Functions:
+    return limits.functions([m for m in ours if isinstance(m, rewire.SparseLayer)], x)
 
 
 def _agrees(model: Model, x: Tensor, like: Model) -> bool:

@@ -60,12 +60,6 @@ def empty_cache() -> int:
     return 0 if _module is None else int(_module.empty_cache())
 
 
-def read_rate(bytes_: int) -> float | None:
-    """Bytes per second that the kernels can read at most, each thread from so many bytes of its own in
-    random pieces; None without kernels."""
-    return None if _module is None else float(_module.read_rate(bytes_, threads()))
-
-
 def module() -> Any:
     """The extension itself; only for the ops, which have checked that it is there."""
     assert _module is not None
