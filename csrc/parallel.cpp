@@ -11,33 +11,52 @@ namespace rewire {
 namespace {
 
 // The entry point that GCC's `#pragma omp parallel` compiles to; LLVM's runtime has it too.
-using GompParallel = void (*)(Body, void*, unsigned threads, unsigned flags);
+struct OpenMP {
+    void (*parallel)(void (*body)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+    int (*thread)() = nullptr;
 
-GompParallel find_gomp() {
+    OpenMP() {
 #if defined(__unix__) || defined(__APPLE__)
-    return reinterpret_cast<GompParallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-#else
-    return nullptr;
+        find("GOMP_parallel", parallel);
+        find("omp_get_thread_num", thread);
 #endif
-}
+    }
+    bool found() const { return parallel && thread; }
+    static const OpenMP& runtime() {
+        static const OpenMP it;
+        return it;
+    }
 
-GompParallel gomp() {
-    static const GompParallel found = find_gomp();
-    return found;
-}
+   private:
+#if defined(__unix__) || defined(__APPLE__)
+    template <class Function>
+    static void find(const char* name, Function& function) {
+        function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
+    }
+#endif
+};
 
 }  // namespace
 
-bool shares_torch_threads() { return gomp() != nullptr; }
+bool shares_torch_threads() { return OpenMP::runtime().found(); }
 
 void run_on_threads(int threads, Body body, void* data) {
-    if (gomp()) {
-        gomp()(body, data, static_cast<unsigned>(threads), 0);
+    if (shares_torch_threads()) {
+        struct Call {
+            Body body;
+            void* data;
+        } call{body, data};
+        OpenMP::runtime().parallel(
+            [](void* it) {
+                const auto* c = static_cast<const Call*>(it);
+                c->body(c->data, OpenMP::runtime().thread());
+            },
+            &call, static_cast<unsigned>(threads), 0);
         return;
     }
     std::vector<std::thread> others;
-    for (int i = 1; i < threads; i++) others.emplace_back(body, data);
-    body(data);
+    for (int t = 1; t < threads; t++) others.emplace_back(body, data, t);
+    body(data, 0);
     for (auto& thread : others) thread.join();
 }
 

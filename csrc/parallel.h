@@ -8,13 +8,41 @@
 
 namespace rewire {
 
-using Body = void (*)(void*);
+using Body = void (*)(void* data, int thread);
 
-// Calls body(data) once on each of `threads` threads, this one included, and waits for all.
+// Calls body(data, t) once on each of `threads` threads, t from 0 (this one) on, and waits for all.
 void run_on_threads(int threads, Body body, void* data);
 
 // True when torch's OpenMP runtime was found.
 bool shares_torch_threads();
+
+// The tasks in [0, tasks), one run of them for each thread: where the layers of a model are cut alike, a thread
+// reads what it has written itself, and need not fetch it from another core's cache. Whoever is done helps others.
+class Deal {
+   public:
+    Deal(int64_t tasks, int threads) : tasks_(tasks), runs_(std::min(threads, kMost)) {
+        for (int r = 0; r < runs_; r++) next_[r].task.store(first(r), std::memory_order_relaxed);
+    }
+    template <class Task>
+    void work(int thread, Task&& task) {
+        for (int k = 0; k < runs_; k++) {
+            const int run = (thread + k) % runs_;
+            const int64_t end = first(run + 1);
+            for (int64_t i; (i = next_[run].task.fetch_add(1, std::memory_order_relaxed)) < end;) task(i);
+        }
+    }
+
+   private:
+    static constexpr int kMost = 64;
+    struct alignas(64) Next {
+        std::atomic<int64_t> task;
+    };
+    int64_t first(int run) const { return tasks_ * run / runs_; }
+
+    int64_t tasks_;
+    int runs_;
+    Next next_[kMost];
+};
 
 // Calls task(i) for every i in [0, tasks), in any order, on up to `threads` threads. How the work is
 // cut into tasks is the caller's and must not depend on the number of threads.
@@ -26,16 +54,14 @@ void parallel_for(int64_t tasks, int threads, Task&& task) {
         return;
     }
     struct Shared {
-        std::atomic<int64_t> next;
-        int64_t tasks;
+        Deal deal;
         Task* task;
-    } shared{{0}, tasks, &task};
+    } shared{{tasks, threads}, &task};
     run_on_threads(
         threads,
-        [](void* data) {
+        [](void* data, int thread) {
             auto* s = static_cast<Shared*>(data);
-            for (int64_t i; (i = s->next.fetch_add(1, std::memory_order_relaxed)) < s->tasks;)
-                (*s->task)(i);
+            s->deal.work(thread, *s->task);
         },
         &shared);
 }
