@@ -156,8 +156,9 @@ void define(nb::module_& m) {
     m.def("rectify_gradient", [](Address dz, Address z, Address dy, int64_t len, int threads) {
         rectify_gradient<T>(table<T>(), at<T>(dz), at<T>(z), at<T>(dy), len, threads);
     }, free);
-    m.def("panels", [](Address x, int64_t positions, int64_t batch, int64_t panel, bool into, Address y, int threads) {
-        panels<T>(table<T>(), at<T>(x), positions, batch, panel, into, at<T>(y), threads);
+    m.def("panels", [](Address x, int64_t batch, int64_t channels, int64_t height, int64_t width, int64_t panel, bool into,
+                       Address y, int threads) {
+        panels<T>(table<T>(), at<T>(x), batch, channels, height, width, panel, into, at<T>(y), threads);
     }, free);
     m.def("transpose", [](Address in, int64_t rows, int64_t cols, Address out, int threads) {
         transpose<T>(table<T>(), at<T>(in), rows, cols, at<T>(out), threads);
@@ -187,22 +188,20 @@ void define(nb::module_& m) {
                          int threads) {
         drop_out<T>(at<T>(x), len, probability, scale, seed, at<T>(y), threads);
     }, free);
-    m.def("max_pool", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address y,
-                         Address which, int threads) {
-        max_pool<T>(table<T>(), p, channels, norm, at<T>(x), at<T>(y), at<uint8_t>(which), threads);
-    }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
-    m.def("max_pool_gradient", [](const Pool& p, int64_t channels, const BatchNorm<T>* norm, Address x, Address dy,
-                                  Address which, Address dx, Address dweight, Address dbias, Address factors,
-                                  int threads) {
-        max_pool_gradient<T>(table<T>(), p, channels, norm, at<T>(x), at<T>(dy), at<uint8_t>(which), at<T>(dx),
+    m.def("max_pool", [](const Pool& p, const BatchNorm<T>* norm, Address x, Address y, Address which, int threads) {
+        max_pool<T>(table<T>(), p, norm, at<T>(x), at<T>(y), at<uint8_t>(which), threads);
+    }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), free);
+    m.def("max_pool_gradient", [](const Pool& p, const BatchNorm<T>* norm, Address x, Address dy, Address which, Address dx,
+                                  Address dweight, Address dbias, Address factors, int threads) {
+        max_pool_gradient<T>(table<T>(), p, norm, at<T>(x), at<T>(dy), at<uint8_t>(which), at<T>(dx),
                              {at<T>(dweight), at<T>(dbias), at<T>(factors)}, threads);
-    }, nb::arg(), nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
+    }, nb::arg(), nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(),
        nb::arg(), nb::arg(), free);
-    m.def("mean_pool", [](const Pool& p, int64_t channels, Address x, Address y, int threads) {
-        mean_pool<T>(table<T>(), p, channels, at<T>(x), at<T>(y), threads);
+    m.def("mean_pool", [](const Pool& p, Address x, Address y, int threads) {
+        mean_pool<T>(table<T>(), p, at<T>(x), at<T>(y), threads);
     }, free);
-    m.def("mean_pool_gradient", [](const Pool& p, int64_t channels, Address dy, Address dx, int threads) {
-        mean_pool_gradient<T>(table<T>(), p, channels, at<T>(dy), at<T>(dx), threads);
+    m.def("mean_pool_gradient", [](const Pool& p, Address dy, Address dx, int threads) {
+        mean_pool_gradient<T>(table<T>(), p, at<T>(dy), at<T>(dx), threads);
     }, free);
     m.def("select", [](Address scores, int64_t n, int64_t k, bool largest, Address chosen, int threads) {
         select<T>(at<T>(scores), n, k, largest, at<uint8_t>(chosen), threads);
@@ -291,11 +290,15 @@ NB_MODULE(_native, m) {
                              sh,    sw,          ph,     pw,    dh,           dw,         panel,     in_panels, out_panels};
         });
     nb::class_<Pool>(m, "Pool")
-        .def("__init__", [](Pool* p, int64_t batch, int64_t height, int64_t width, int64_t out_height,
-                            int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw, int32_t ph,
-                            int32_t pw, bool count_padding, int64_t panels, int64_t in_step, int64_t out_step) {
-            new (p) Pool{batch, height, width, out_height, out_width, kh,     kw,      sh,      sw,
-                         ph,    pw,     1,     1,          count_padding, panels, in_step, out_step};
+        .def("__init__", [](Pool* p, int64_t panels, int64_t batch, int64_t channels, int64_t height, int64_t width,
+                            int64_t out_height, int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw,
+                            int32_t ph, int32_t pw, bool count_padding, bool in_panels) {
+            const auto steps = [&](int64_t h, int64_t w) {
+                return in_panels ? Pool::Steps{h * channels * w * batch, w * batch, channels * w * batch}
+                                 : Pool::Steps{0, h * w * batch, w * batch};
+            };
+            new (p) Pool{panels, batch, channels, height, width, out_height, out_width, kh, kw, sh, sw, ph, pw,
+                         count_padding, steps(height, width), steps(out_height, out_width)};
         });
 
     auto f32 = m.def_submodule("f32");

@@ -1,6 +1,7 @@
 #include "channels.h"
 
 #include <algorithm>
+#include <vector>
 
 #include "parallel.h"
 
@@ -54,14 +55,34 @@ void from_sums(const BatchNorm<T>& p, int64_t c, const double* sums, const NormG
     out.factors[2 * p.channels + c] = T(-scale * sums[0] * each - by_x * double(p.mean[c]));
 }
 
-// What is left to do to the gradient in dx once its sums over channel c are known.
+// What is left to do to the gradient in dx once its sums over all channels are known.
 template <class T>
-void subtract_means(const Table<T>& table, const BatchNorm<T>& p, int64_t c, const double* sums, const T* x, T* dx) {
-    const Runs runs = runs_of(p);
-    for (int64_t k = 0; k < p.panels; k++) {
-        T* d = dx + runs.at(c, k);
-        table.norm_gradient(norm_grad(p, c, false), sums, runs.len(), x + runs.at(c, k), nullptr, d, nullptr, d, nullptr);
+void subtract_means(const Table<T>& table, const BatchNorm<T>& p, const double* sums, const T* x, T* dx, int threads) {
+    const int64_t len = runs_of(p).len();
+    for_each_channel(p.channels * p.panels, len, threads, [&](int64_t k) {
+        const int64_t c = k % p.channels;
+        T* d = dx + k * len;
+        table.norm_gradient(norm_grad(p, c, false), sums + 2 * c, len, x + k * len, nullptr, d, nullptr, d, nullptr);
+    });
+}
+
+// Two sums for each channel, of what body(channel, at, sums) adds for the run that starts at element `at`. A
+// channel that is one run is one task; others are gone through in the order of memory, a few rows of panels in a task.
+template <class Body>
+std::vector<double> sums_of(const Runs& runs, int threads, Body&& body) {
+    const int64_t channels = runs.channels, tasks = std::min<int64_t>(runs.panels, 32);
+    std::vector<double> sums(size_t(2 * channels));
+    if (tasks == 1) {
+        for_each_channel(channels, runs.all, threads, [&](int64_t c) { body(c, c * runs.len(), &sums[size_t(2 * c)]); });
+        return sums;
     }
+    std::vector<double> parts(size_t(2 * channels * tasks));
+    parallel_for(tasks, threads, [&](int64_t task) {
+        for (int64_t p = runs.panels * task / tasks; p < runs.panels * (task + 1) / tasks; p++)
+            for (int64_t c = 0; c < channels; c++) body(c, runs.at(c, p), &parts[size_t(2 * (task * channels + c))]);
+    });
+    for (size_t k = 0; k < parts.size(); k++) sums[k % sums.size()] += parts[k];
+    return sums;
 }
 
 }  // namespace
@@ -69,14 +90,13 @@ void subtract_means(const Table<T>& table, const BatchNorm<T>& p, int64_t c, con
 template <class T>
 void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
              int threads) {
-    for_each_channel(channels, len, threads, [&](int64_t c) {
-        const Runs runs{channels, len, panels};
-        double sum = 0, variation = 0;
-        for (int64_t p = 0; p < panels; p++) sum += table.total(x + runs.at(c, p), runs.len());
-        mean[c] = T(sum / double(len));
-        for (int64_t p = 0; p < panels; p++) variation += table.variation(x + runs.at(c, p), runs.len(), mean[c]);
-        variance[c] = T(variation / double(len));
+    const Runs runs{channels, len, panels};
+    const auto sums = sums_of(runs, threads, [&](int64_t, int64_t at, double* to) { *to += table.total(x + at, runs.len()); });
+    for (int64_t c = 0; c < channels; c++) mean[c] = T(sums[size_t(2 * c)] / double(len));
+    const auto squares = sums_of(runs, threads, [&](int64_t c, int64_t at, double* to) {
+        *to += table.variation(x + at, runs.len(), mean[c]);
     });
+    for (int64_t c = 0; c < channels; c++) variance[c] = T(squares[size_t(2 * c)] / double(len));
 }
 
 template <class T>
@@ -106,33 +126,31 @@ template <class T>
 void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const T* z, const T* dz,
                          const T* more, T* dx, T* dresidual, const NormGradients<T>& out, int threads) {
     const Runs runs = runs_of(p);
-    for_each_channel(p.channels, p.len, threads, [&](int64_t c) {
-        const NormGrad<T> grad = norm_grad(p, c, p.relu);
-        double sums[2] = {};
-        for (int64_t k = 0; k < p.panels; k++) {
-            const int64_t at = runs.at(c, k);
-            double mine[2];
-            table.norm_sums(grad, runs.len(), x + at, z ? z + at : nullptr, dz + at, more ? more + at : nullptr,
-                            out.factors && dresidual ? dresidual + at : nullptr, mine);
-            for (int q = 0; q < 2; q++) sums[q] += mine[q];
-        }
-        from_sums(p, c, sums, out);
-        for (int64_t k = 0; k < p.panels && !out.factors; k++) {
-            const int64_t at = runs.at(c, k);
-            table.norm_gradient(grad, sums, runs.len(), x + at, z ? z + at : nullptr, dz + at,
-                                more ? more + at : nullptr, dx + at, dresidual ? dresidual + at : nullptr);
-        }
+    const auto part = [](auto* tensor, int64_t at) { return tensor ? tensor + at : nullptr; };
+    const auto sums = sums_of(runs, threads, [&](int64_t c, int64_t at, double* to) {
+        double mine[2];
+        table.norm_sums(norm_grad(p, c, p.relu), runs.len(), x + at, part(z, at), dz + at, part(more, at),
+                        out.factors ? part(dresidual, at) : nullptr, mine);
+        for (int q = 0; q < 2; q++) to[q] += mine[q];
+    });
+    for (int64_t c = 0; c < p.channels; c++) from_sums(p, c, &sums[size_t(2 * c)], out);
+    if (out.factors) return;
+    for_each_channel(p.channels * p.panels, runs.len(), threads, [&](int64_t k) {
+        const int64_t c = k % p.channels, at = k * runs.len();
+        table.norm_gradient(norm_grad(p, c, p.relu), &sums[size_t(2 * c)], runs.len(), x + at, part(z, at), dz + at,
+                            part(more, at), dx + at, part(dresidual, at));
     });
 }
 
 template <class T>
 void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* x, const double* sums, T* dx,
                          const NormGradients<T>& out, int threads) {
-    for_each_channel(p.channels, out.factors ? 1 : p.len, threads, [&](int64_t c) {
-        const double mine[2] = {sums[2 * c], sums[2 * c + 1] * p.inverse_std(c)};
-        from_sums(p, c, mine, out);
-        if (!out.factors) subtract_means(table, p, c, mine, x, dx);
-    });
+    std::vector<double> mine(sums, sums + 2 * p.channels);
+    for (int64_t c = 0; c < p.channels; c++) {
+        mine[size_t(2 * c + 1)] *= p.inverse_std(c);
+        from_sums(p, c, &mine[size_t(2 * c)], out);
+    }
+    if (!out.factors) subtract_means(table, p, mine.data(), x, dx, threads);
 }
 
 template <class T>
@@ -159,41 +177,46 @@ void drop_out(const T* x, int64_t len, double probability, double scale, uint64_
 }
 
 template <class T>
-void max_pool(const Table<T>& table, const Pool& p, int64_t channels, const BatchNorm<T>* norm, const T* x, T* y,
-              uint8_t* which, int threads) {
-    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in * p.panels, threads, [&](int64_t c) {
-        Norm<T> mine{};
-        if (norm) mine = {in, T(norm->scale(c)), T(norm->shift(c)), norm->relu};
-        table.max_pool(p, norm ? &mine : nullptr, x + c * in, y + c * out, which ? which + c * out : nullptr);
+void max_pool(const Table<T>& table, const Pool& p, const BatchNorm<T>* norm, const T* x, T* y, uint8_t* which,
+              int threads) {
+    std::vector<Norm<T>> norms;
+    for (int64_t c = 0; norm && c < p.channels; c++)
+        norms.push_back({p.batch, T(norm->scale(c)), T(norm->shift(c)), norm->relu});
+    parallel_for(p.panels * p.out_height, threads, [&](int64_t task) {
+        const int64_t panel = task / p.out_height, out = panel * p.out.panel;
+        table.max_pool(p, norm ? norms.data() : nullptr, task % p.out_height, x + panel * p.in.panel, y + out,
+                       which ? which + out : nullptr);
     });
 }
 
 template <class T>
-void max_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, const BatchNorm<T>* norm, const T* x,
-                       const T* dy, const uint8_t* which, T* dx, const NormGradients<T>& gradients, int threads) {
-    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in * p.panels, threads, [&](int64_t c) {
-        if (!norm) return table.max_pool_gradient(p, nullptr, nullptr, dy + c * out, which + c * out, dx + c * in, nullptr);
-        const NormGrad<T> grad = norm_grad(*norm, c, norm->relu);
-        double sums[2] = {};
-        table.max_pool_gradient(p, &grad, x + c * in, dy + c * out, which + c * out, dx + c * in, sums);
-        from_sums(*norm, c, sums, gradients);
-        if (!gradients.factors) subtract_means(table, *norm, c, sums, x, dx);
+void max_pool_gradient(const Table<T>& table, const Pool& p, const BatchNorm<T>* norm, const T* x, const T* dy,
+                       const uint8_t* which, T* dx, const NormGradients<T>& gradients, int threads) {
+    std::vector<NormGrad<T>> norms;
+    for (int64_t c = 0; norm && c < p.channels; c++) norms.push_back(norm_grad(*norm, c, norm->relu));
+    const int64_t tasks = p.panels * p.height;
+    std::vector<double> parts(norm ? size_t(2 * p.channels * tasks) : 0), sums(norm ? size_t(2 * p.channels) : 0);
+    parallel_for(tasks, threads, [&](int64_t task) {
+        const int64_t panel = task / p.height, in = panel * p.in.panel, out = panel * p.out.panel;
+        table.max_pool_gradient(p, norm ? norms.data() : nullptr, task % p.height, norm ? x + in : nullptr, dy + out,
+                                which + out, dx + in, norm ? &parts[size_t(2 * p.channels * task)] : nullptr);
     });
+    if (!norm) return;
+    for (size_t k = 0; k < parts.size(); k++) sums[k % sums.size()] += parts[k];
+    for (int64_t c = 0; c < p.channels; c++) from_sums(*norm, c, &sums[size_t(2 * c)], gradients);
+    if (!gradients.factors) subtract_means(table, *norm, sums.data(), x, dx, threads);
 }
 
 template <class T>
-void mean_pool(const Table<T>& table, const Pool& p, int64_t channels, const T* x, T* y, int threads) {
-    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in, threads, [&](int64_t c) { table.mean_pool(p, x + c * in, y + c * out); });
+void mean_pool(const Table<T>& table, const Pool& p, const T* x, T* y, int threads) {
+    for_each_channel(p.channels, p.in.channel, threads,
+                     [&](int64_t c) { table.mean_pool(p, x + c * p.in.channel, y + c * p.out.channel); });
 }
 
 template <class T>
-void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, const T* dy, T* dx, int threads) {
-    const int64_t in = p.height * p.width * p.batch, out = p.out_height * p.out_width * p.batch;
-    for_each_channel(channels, in, threads,
-                     [&](int64_t c) { table.mean_pool_gradient(p, dy + c * out, dx + c * in); });
+void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx, int threads) {
+    for_each_channel(p.channels, p.in.channel, threads,
+                     [&](int64_t c) { table.mean_pool_gradient(p, dy + c * p.out.channel, dx + c * p.in.channel); });
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
@@ -206,11 +229,11 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, int64_t channels, 
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
     template void drop_out<T>(const T*, int64_t, double, double, uint64_t, T*, int);                                \
-    template void max_pool<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
-    template void max_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const BatchNorm<T>*, const T*, const T*,\
+    template void max_pool<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
+    template void max_pool_gradient<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, const T*,\
                                        const uint8_t*, T*, const NormGradients<T>&, int);                           \
-    template void mean_pool<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, int);                          \
-    template void mean_pool_gradient<T>(const Table<T>&, const Pool&, int64_t, const T*, T*, int);
+    template void mean_pool<T>(const Table<T>&, const Pool&, const T*, T*, int);                          \
+    template void mean_pool_gradient<T>(const Table<T>&, const Pool&, const T*, T*, int);
 
 REWIRE_INSTANTIATE(float)
 REWIRE_INSTANTIATE(double)

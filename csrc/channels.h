@@ -1,5 +1,5 @@
-// Normalisation and pooling of activations, a channel at a time. Batch-last, a channel is one contiguous run;
-// in panels, one run of each panel.
+// Normalisation and pooling of activations. Batch-last, a channel is one contiguous run; in panels, one run for each
+// row of each panel.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ struct BatchNorm {
     double epsilon;
     const T *weight, *bias;  // null: one and zero
     const T *mean, *variance;
-    int64_t panels;  // of the tensors; 1: they are batch-last
+    int64_t panels;  // rows of panels of the tensors, in each of which a channel has a run; 1: they are batch-last
 
     double inverse_std(int64_t c) const { return 1 / std::sqrt(double(variance[c]) + epsilon); }
     // The output is x * scale + shift.
@@ -70,15 +70,14 @@ void drop_out(const T* x, int64_t len, double probability, double scale, uint64_
 
 // Of x, or of its batch norm; `which` receives the tap of each maximum, or is null.
 template <class T>
-void max_pool(const Table<T>&, const Pool&, int64_t channels, const BatchNorm<T>*, const T* x, T* y, uint8_t* which,
-              int threads);
+void max_pool(const Table<T>&, const Pool&, const BatchNorm<T>*, const T* x, T* y, uint8_t* which, int threads);
 // With factors dx receives g.
 template <class T>
-void max_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const BatchNorm<T>*, const T* x, const T* dy,
+void max_pool_gradient(const Table<T>&, const Pool&, const BatchNorm<T>*, const T* x, const T* dy,
                        const uint8_t* which, T* dx, const NormGradients<T>&, int threads);
 template <class T>
-void mean_pool(const Table<T>&, const Pool&, int64_t channels, const T* x, T* y, int threads);
+void mean_pool(const Table<T>&, const Pool&, const T* x, T* y, int threads);
 template <class T>
-void mean_pool_gradient(const Table<T>&, const Pool&, int64_t channels, const T* dy, T* dx, int threads);
+void mean_pool_gradient(const Table<T>&, const Pool&, const T* dy, T* dx, int threads);
 
 }  // namespace rewire

@@ -104,10 +104,14 @@ struct NormGrad {
 };
 
 struct Pool {
-    int64_t batch, height, width, out_height, out_width;  // batch: columns of one panel
-    int32_t kh, kw, sh, sw, ph, pw, dh, dw;
+    // Elements from one panel, channel and row of an image to the next.
+    struct Steps {
+        int64_t panel, channel, row;
+    };
+    int64_t panels, batch, channels, height, width, out_height, out_width;  // batch: columns of one panel
+    int32_t kh, kw, sh, sw, ph, pw;
     bool count_padding;
-    int64_t panels, in_step, out_step;  // how many, and elements from one to the next in input and output
+    Steps in, out;
 };
 
 template <class T>
@@ -132,11 +136,12 @@ struct Table {
                       double* sums);
     void (*norm_gradient)(const NormGrad<T>&, const double* sums, int64_t len, const T* x, const T* z, const T* dz,
                           const T* more, T* dx, T* dresidual);
-    // of x, or of its batch norm
-    void (*max_pool)(const Pool&, const Norm<T>*, const T* x, T* y, uint8_t* which);
-    // what passes the rectifier of the batch norm, and its sums as above
-    void (*max_pool_gradient)(const Pool&, const NormGrad<T>*, const T* x, const T* dy, const uint8_t* which, T* dx,
-                              double* sums);
+    // one row of the output, all channels of a panel: of x, or of its batch norm
+    void (*max_pool)(const Pool&, const Norm<T>* of_channel, int64_t row, const T* x, T* y, uint8_t* which);
+    // one row of the input: what passes the rectifier of the batch norm, and each channel's sums as above
+    void (*max_pool_gradient)(const Pool&, const NormGrad<T>* of_channel, int64_t row, const T* x, const T* dy,
+                              const uint8_t* which, T* dx, double* sums);
+    // one channel, batch-last
     void (*mean_pool)(const Pool&, const T* x, T* y);
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
 };

@@ -15,7 +15,7 @@ namespace {
 // totals[c] += the sum of the source's channel c.
 template <class T>
 void add_channels(const Table<T>& table, const Plan& plan, const Source<T>& source, double* totals, int threads) {
-    const int64_t len = plan.height * plan.width * plan.from.lane, block = 1 << 12;
+    const int64_t len = plan.run(), block = 1 << 12;
     parallel_for(plan.channels, worth(plan.runs() * len / 4, threads), [&](int64_t c) {
         const Scratch<T> piece(block);
         for (int64_t k = c; k < plan.runs(); k += plan.channels)
@@ -160,13 +160,14 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     }
 }
 
-Memory input(const Geometry& g) {
-    return g.in_panels ? Memory{g.panel, g.in_channels * g.in_plane(), true} : Memory{g.batch, 1, false};
+Memory memory(const Geometry& g, bool panels, int64_t channels, int64_t height, int64_t width) {
+    if (panels) return {g.panel, channels * height * width, width, channels * width, true};
+    return {g.batch, 1, height * width, width, false};
 }
 
-Memory output(const Geometry& g) {
-    return g.out_panels ? Memory{g.panel, g.out_channels * g.out_plane(), true} : Memory{g.batch, 1, false};
-}
+Memory input(const Geometry& g) { return memory(g, g.in_panels, g.in_channels, g.height, g.width); }
+
+Memory output(const Geometry& g) { return memory(g, g.out_panels, g.out_channels, g.out_height, g.out_width); }
 
 // `connections`: see Plan.
 template <class T>
@@ -203,7 +204,7 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, g.out_plane() * plan.to.lane, bias, relu, nullptr},
+               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr},
                plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
@@ -214,7 +215,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, g.in_plane() * plan.to.lane, nullptr, false,
+                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
                     nullptr},
                    plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     }
@@ -225,7 +226,7 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
                      T* grad, int threads) {
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
-    const int64_t step = plan.step(), row = g.out_plane() * plan.to.lane;
+    const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
     run_dots<T>(table, {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, {}, nullptr, nullptr, nullptr, nullptr},
                 {&pass}, {x},
@@ -252,12 +253,12 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
     const auto run = [&](const std::vector<const Pass<T>*>& some) {
         const Plan& plan = some.front()->plan;
         run_dots<T>(table,
-                    {{}, nullptr, nullptr, plan.step(), x, out.dx, g.in_plane() * plan.to.lane, nullptr,
+                    {{}, nullptr, nullptr, plan.step(), x, out.dx, plan.to.channels * plan.to.lane, nullptr,
                      factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
                      !norm ? nullptr : before.summed() ? before.input : x, before.more},
                     some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
     };
-    if (passes.front().plan.mode == Mode::window) {  // which all of them read
+    if (passes.front().plan.mode != Mode::direct) {  // all of them read the same rows
         std::vector<const Pass<T>*> all;
         for (const Pass<T>& pass : passes) all.push_back(&pass);
         run(all);
@@ -288,16 +289,14 @@ void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int
 }
 
 template <class T>
-void panels(const Table<T>& table, const T* x, int64_t positions, int64_t batch, int64_t panel, bool into, T* y,
-            int threads) {
-    const int64_t block = 256;
-    parallel_for((positions + block - 1) / block, worth(positions * batch / 4, threads), [&](int64_t b) {
-        const int64_t first = b * block, count = std::min(block, positions - first);
-        for (int64_t n = 0; n < batch; n += panel) {
-            const int64_t there = n * positions + first * panel, here = first * batch + n;
-            into ? table.copy(x + here, batch, y + there, panel, count, panel)
-                 : table.copy(x + there, panel, y + here, batch, count, panel);
-        }
+void panels(const Table<T>& table, const T* x, int64_t batch, int64_t channels, int64_t height, int64_t width,
+            int64_t panel, bool into, T* y, int threads) {
+    const int64_t rows = channels * height, row = width * panel;  // in a panel
+    parallel_for(batch / panel * rows, worth(rows * width * batch / 4, threads), [&](int64_t k) {
+        const int64_t c = k % channels, h = k % rows / channels, n = k / rows * panel;
+        const int64_t here = (c * height + h) * width * batch + n;
+        into ? table.copy(x + here, batch, y + k * row, panel, width, panel)
+             : table.copy(x + k * row, panel, y + here, batch, width, panel);
     });
 }
 
@@ -319,7 +318,7 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
                                      int);                                                                          \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
                                const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
-    template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, bool, T*, int);                   \
+    template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, int64_t, int64_t, bool, T*, int);  \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

@@ -9,7 +9,7 @@
 namespace rewire {
 
 // A 2-D convolution over activations that are batch-last, [channel][position][batch], or in panels,
-// [batch / panel][channel][position][panel]; a linear layer is the one with 1 x 1 images.
+// [batch / panel][row][channel][column][panel]; a linear layer is the one with 1 x 1 images.
 struct Geometry {
     int64_t batch;
     int64_t in_channels, height, width;
@@ -19,8 +19,6 @@ struct Geometry {
     bool in_panels = false, out_panels = false;  // and which (input and output, and their gradients)
 
     int64_t taps() const { return int64_t(kh) * kw; }
-    int64_t in_plane() const { return height * width; }
-    int64_t out_plane() const { return out_height * out_width; }
 };
 
 // The active connections by output unit: row o holds indices[ptr[o] .. ptr[o+1]), ascending, where
@@ -86,9 +84,10 @@ void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, i
 template <class T>
 void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t len, int threads);
 
-// Batch-last memory of so many positions as panels (`into`), or panels as batch-last memory.
+// Batch-last images as panels (`into`), or panels as batch-last images.
 template <class T>
-void panels(const Table<T>&, const T* x, int64_t positions, int64_t batch, int64_t panel, bool into, T* y, int threads);
+void panels(const Table<T>&, const T* x, int64_t batch, int64_t channels, int64_t height, int64_t width, int64_t panel,
+            bool into, T* y, int threads);
 
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);

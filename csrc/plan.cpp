@@ -67,15 +67,15 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_
     if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
     // Few connections read an image where it is faster than it can be packed, long runs more so.
     const bool runs = !from.panels && !to.panels;
-    if (height * width > 1 && connections >= 0 && connections <= (runs ? kFew : kFewInPanels) * channels) {
+    if (height * width > 1 && connections >= 0 && !from.panels && connections <= (runs ? kFew : kFewInPanels) * channels) {
         if (runs) panel = batch;
         return;
     }
-    mode = Mode::window;
+    mode = from.panels && connections >= 0 ? Mode::rows : Mode::window;
     origin = rows.lowest;
-    const int64_t span = rows.highest - origin + 1, row_bytes = channels * row() * panel * element;
+    const int64_t span = rows.highest - origin + 1, row_bytes = channels * (width + 1) * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
-    if (window_rows * row_bytes <= kPackMax) return;
+    if (mode == Mode::rows || window_rows * row_bytes <= kPackMax) return;
     // No cache holds the source: then all of a unit that lies in one place in memory is read at once.
     mode = Mode::direct;
     origin = 0;
@@ -120,8 +120,8 @@ std::vector<Tile> Plan::cut() const {
         for (int64_t i = 0; i < h.count; i++)
             for (Tile tile : row) {
                 h.valid(i, tile.kh0, tile.kh1);
-                tile.dst += (h.first + i * h.every) * out_width * to.lane + n * to.column;
-                tile.src += i * h.stride * width * from.lane + n * from.column;
+                tile.dst += (h.first + i * h.every) * to.rows * to.lane + n * to.columns;
+                tile.src += i * h.stride * from.rows * from.lane + n * from.columns;
                 tile.len = int32_t(std::min(panel, batch - n));
                 if (join) {
                     tile.len = int32_t(tile.count * batch);

@@ -32,17 +32,19 @@ Axis forward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, in
 Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d, int32_t r);
 
 // Where the source is read from while a task runs.
-//   direct: the tensor.
+//   direct: the tensor, as it comes.
+//   rows:   the tensor, a few rows of one panel after the other: in panels they follow each other in memory.
 //   window: a few rows of one panel of the image, [channel][row][column][panel], packed by each task
 //           just before they are needed. A linear layer has one row of one position.
-// In the tensor the planes of a channel often lie a power of two apart and fall on each other in the
+// In batch-last memory the planes of a channel often lie a power of two apart and fall on each other in the
 // cache; a window is compact, and in the cache of the core that reads it.
-enum class Mode { direct, window };
+enum class Mode { direct, rows, window };
 
-// Where a tensor has what: column n of a position of a channel, n being the first of a panel, lies at
-// n * column + (channel * plane + position) * lane. Batch-last, a lane is the batch and a column 1.
+// Where a tensor has what: column n of position (h, w) of a channel, n being the first of a panel, lies at
+// n * columns + (channel * channels + h * rows + w) * lane. Batch-last, [channel][h][w][n], a lane is the batch; in
+// panels, [n / panel][h][channel][w][panel], all channels of a row follow each other.
 struct Memory {
-    int64_t lane, column;
+    int64_t lane, columns, channels, rows;
     bool panels;
 };
 
@@ -61,17 +63,20 @@ struct Plan {
          Memory from_, Memory to_, int64_t element, int64_t connections);
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
-    // Contiguous runs of the source: a channel, or one panel of it; the k-th is of channel k % channels.
-    int64_t runs() const { return channels * (from.panels ? panels() : 1); }
-    int64_t step() const { return mode == Mode::direct ? from.lane : panel; }
-    int64_t row() const { return mode == Mode::window && width > 1 ? width + 1 : width; }
-    int64_t plane() const { return mode == Mode::window ? window_rows * row() : height * width; }
+    // Contiguous runs of the source: a channel, or one row of a panel of it; the k-th is of channel k % channels.
+    int64_t runs() const { return channels * (from.panels ? panels() * height : 1); }
+    int64_t run() const { return (from.panels ? width : height * width) * from.lane; }
+    bool packed() const { return mode == Mode::window; }
+    // Positions from one column, row and channel to the next where the source is read.
+    int64_t step() const { return packed() ? panel : from.lane; }
+    int64_t row() const { return !packed() ? from.rows : width > 1 ? width + 1 : width; }
+    int64_t plane() const { return packed() ? window_rows * row() : from.channels; }
     // Positions from where a tile reads to where tap (i, j) reads.
     int64_t shift(std::size_t i, std::size_t j) const { return (h.shift[i] - origin) * row() + w.shift[j]; }
 
-    // Rows of the plane that are computed together: they read nothing but what a window holds at one time.
+    // Rows of the plane that are computed together: they read nothing but what is at hand at one time.
     int64_t rows_at_once() const;
-    // A task of a window is a band of rows of one panel.
+    // A task is a band of rows of one panel, unless the mode is direct.
     int64_t bands() const;
     // One row of the plane: the runs of columns that share their taps.
     std::vector<Tile> columns() const;

@@ -1,4 +1,4 @@
-// Pooling of one channel plane [H][W][N].
+// Pooling of images whose columns follow each other in memory.
 
 namespace rewire::REWIRE_ISA {
 
@@ -38,90 +38,116 @@ REWIRE_INLINE void store_taps(uint8_t* p, typename IndexOf<T>::type taps, int n)
         for (int i = 0; i < n; i++) p[i] = bytes[i];
 }
 
-// Positions of one window, or the windows over one position: at most 255 (a tap fits in a byte).
-struct Window {
-    int count = 0;
-    int64_t at[256];
-    int tap[256];
+// The elements of windows, or the windows over positions, of some columns of a row; a tap fits in a byte.
+struct Windows {
+    static constexpr int kMost = 1024, kColumns = 256;
+    int first[kColumns + 1] = {};  // of each column; at least one column fits
+    int64_t at[kMost];
+    int tap[kMost];
 
-    void of_output(const Pool& p, int64_t oh, int64_t ow) {
-        count = 0;
-        for (int kh = 0; kh < p.kh; kh++)
-            for (int kw = 0; kw < p.kw; kw++) {
-                const int64_t h = oh * p.sh - p.ph + kh * p.dh, w = ow * p.sw - p.pw + kw * p.dw;
-                if (h >= 0 && h < p.height && w >= 0 && w < p.width) add(h * p.width + w, kh * p.kw + kw);
-            }
+    // How many columns of windows of `p` fit.
+    static int64_t room(const Pool& p) {
+        const int64_t some = kMost / (p.kh * p.kw);
+        return some < kColumns ? some : kColumns;
     }
-    void of_input(const Pool& p, int64_t h, int64_t w) {
-        count = 0;
-        for (int kh = 0; kh < p.kh; kh++)
-            for (int kw = 0; kw < p.kw; kw++) {
-                const int64_t oh = h + p.ph - kh * p.dh, ow = w + p.pw - kw * p.dw;
-                if (oh >= 0 && ow >= 0 && oh % p.sh == 0 && ow % p.sw == 0 && oh / p.sh < p.out_height &&
-                    ow / p.sw < p.out_width)
-                    add(oh / p.sh * p.out_width + ow / p.sw, kh * p.kw + kw);
-            }
+    // The elements under windows (oh, ow) to (oh, ow + count - 1).
+    void of_outputs(const Pool& p, int64_t oh, int64_t ow, int64_t count) {
+        for (int64_t k = 0; k < count; k++) {
+            int next = first[k];
+            for (int kh = 0; kh < p.kh; kh++)
+                for (int kw = 0; kw < p.kw; kw++) {
+                    const int64_t h = oh * p.sh - p.ph + kh, w = (ow + k) * p.sw - p.pw + kw;
+                    if (h >= 0 && h < p.height && w >= 0 && w < p.width)
+                        add(next, h * p.in.row + w * p.batch, kh * p.kw + kw);
+                }
+            first[k + 1] = next;
+        }
+    }
+    // The windows over positions (h, w) to (h, w + count - 1).
+    void of_inputs(const Pool& p, int64_t h, int64_t w, int64_t count) {
+        for (int64_t k = 0; k < count; k++) {
+            int next = first[k];
+            for (int kh = 0; kh < p.kh; kh++)
+                for (int kw = 0; kw < p.kw; kw++) {
+                    const int64_t oh = h + p.ph - kh, ow = w + k + p.pw - kw;
+                    if (oh >= 0 && ow >= 0 && oh % p.sh == 0 && ow % p.sw == 0 && oh / p.sh < p.out_height &&
+                        ow / p.sw < p.out_width)
+                        add(next, oh / p.sh * p.out.row + ow / p.sw * p.batch, kh * p.kw + kw);
+                }
+            first[k + 1] = next;
+        }
     }
 
    private:
-    void add(int64_t position, int which) {
-        at[count] = position;
-        tap[count++] = which;
+    void add(int& next, int64_t element, int which) {
+        at[next] = element;
+        tap[next++] = which;
     }
 };
 
 template <class T, bool kNorm>
-void max_pool_as(const Pool& p, const Norm<T>& norm, const T* x, T* y, uint8_t* which) {
+void max_pool_as(const Pool& p, const Norm<T>* norms, int64_t row, const T* x, T* y, uint8_t* which) {
     using Index = typename IndexOf<T>::type;
     using Element = decltype(Index{}[0] + 0);
-    auto read = [&](int64_t i, int n) {
-        const Vec<T> v = get(x + i, n);
-        if constexpr (!kNorm) return v;
-        const Vec<T> out = v * norm.scale + norm.shift;
-        return norm.relu ? rectify<T>(out) : out;
-    };
-    Window window;
-    for (int64_t o = 0; o < p.out_height * p.out_width; o++) {
-        window.of_output(p, o / p.out_width, o % p.out_width);
-        for (int64_t panel = 0; panel < p.panels; panel++) {
-            const int64_t in = panel * p.in_step, out = panel * p.out_step + o * p.batch;
-            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
-                Vec<T> best = read(in + window.at[0] * p.batch + i, n);
-                Index tap = Index{} + Element(window.tap[0]);
-                for (int k = 1; k < window.count; k++) {
-                    const Vec<T> v = read(in + window.at[k] * p.batch + i, n);
-                    const Index larger = (v > best) | (v != v);
-                    best = larger ? v : best;
-                    tap = larger ? Index{} + Element(window.tap[k]) : tap;
-                }
-                put(y + out + i, best, n);
-                if (which) store_taps<T>(which + out + i, tap, n);
-            });
+    const int64_t some = Windows::room(p);
+    Windows windows;
+    for (int64_t column = 0; column < p.out_width; column += some) {
+        const int64_t count = some < p.out_width - column ? some : p.out_width - column;
+        windows.of_outputs(p, row, column, count);
+        for (int64_t c = 0; c < p.channels; c++) {
+            const Norm<T> norm = kNorm ? norms[c] : Norm<T>{};
+            const T* from = x + c * p.in.channel;
+            auto read = [&](int64_t i, int n) {
+                const Vec<T> v = get(from + i, n);
+                if constexpr (!kNorm) return v;
+                const Vec<T> z = v * norm.scale + norm.shift;
+                return norm.relu ? rectify<T>(z) : z;
+            };
+            for (int64_t w = 0; w < count; w++) {
+                const int64_t out = c * p.out.channel + row * p.out.row + (column + w) * p.batch;
+                const int first = windows.first[w], last = windows.first[w + 1];
+                for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                    Vec<T> best = read(windows.at[first] + i, n);
+                    Index tap = Index{} + Element(windows.tap[first]);
+                    for (int k = first + 1; k < last; k++) {
+                        const Vec<T> v = read(windows.at[k] + i, n);
+                        const Index larger = (v > best) | (v != v);
+                        best = larger ? v : best;
+                        tap = larger ? Index{} + Element(windows.tap[k]) : tap;
+                    }
+                    put(y + out + i, best, n);
+                    if (which) store_taps<T>(which + out + i, tap, n);
+                });
+            }
         }
     }
 }
 
 template <class T>
-void max_pool(const Pool& p, const Norm<T>* norm, const T* x, T* y, uint8_t* which) {
-    norm ? max_pool_as<T, true>(p, *norm, x, y, which) : max_pool_as<T, false>(p, {}, x, y, which);
+void max_pool(const Pool& p, const Norm<T>* norms, int64_t row, const T* x, T* y, uint8_t* which) {
+    norms ? max_pool_as<T, true>(p, norms, row, x, y, which) : max_pool_as<T, false>(p, norms, row, x, y, which);
 }
 
 template <class T, bool kNorm>
-void max_pool_gradient_as(const Pool& p, const NormGrad<T>& norm, const T* x, const T* dy, const uint8_t* which,
-                          T* dx, double* sums) {
+void max_pool_gradient_as(const Pool& p, const NormGrad<T>* norms, int64_t row, const T* x, const T* dy,
+                          const uint8_t* which, T* dx, double* sums) {
     using Element = decltype(typename IndexOf<T>::type{}[0] + 0);
-    Window window;
-    for (int64_t h = 0; h < p.height; h++)
-        for (int64_t w = 0; w < p.width; w++) {
-            window.of_input(p, h, w);
+    const int64_t some = Windows::room(p);
+    Windows windows;
+    for (int64_t column = 0; column < p.width; column += some) {
+        const int64_t count = some < p.width - column ? some : p.width - column;
+        windows.of_inputs(p, row, column, count);
+        for (int64_t c = 0; c < p.channels; c++) {
+            const NormGrad<T> norm = kNorm ? norms[c] : NormGrad<T>{};
+            const int64_t out = c * p.out.channel;
             Vec<T> total = {}, total_x = {};
-            for (int64_t panel = 0; panel < p.panels; panel++) {
-                const int64_t in = panel * p.in_step + (h * p.width + w) * p.batch, out = panel * p.out_step;
+            for (int64_t w = 0; w < count; w++) {
+                const int64_t in = c * p.in.channel + row * p.in.row + (column + w) * p.batch;
                 for_each_vector<T>(p.batch, [&](int64_t i, int n) {
                     Vec<T> sum = {};
-                    for (int k = 0; k < window.count; k++) {
-                        const int64_t at = out + window.at[k] * p.batch + i;
-                        sum += load_taps<T>(which + at, n) == Element(window.tap[k]) ? get(dy + at, n) : Vec<T>{};
+                    for (int k = windows.first[w]; k < windows.first[w + 1]; k++) {
+                        const int64_t at = out + windows.at[k] + i;
+                        sum += load_taps<T>(which + at, n) == Element(windows.tap[k]) ? get(dy + at, n) : Vec<T>{};
                     }
                     if constexpr (kNorm) {
                         const Vec<T> v = get(x + in + i, n);
@@ -131,19 +157,21 @@ void max_pool_gradient_as(const Pool& p, const NormGrad<T>& norm, const T* x, co
                     }
                     put(dx + in + i, sum, n);
                 });
-            }
-            if constexpr (kNorm) {
-                sums[0] += double(sum_lanes<T>(total));
-                sums[1] += double(sum_lanes<T>(total_x));
+                if (kNorm && (w % 8 == 7 || w + 1 == count)) {  // short runs of floats
+                    sums[2 * c] += double(sum_lanes<T>(total));
+                    sums[2 * c + 1] += double(sum_lanes<T>(total_x));
+                    total = total_x = Vec<T>{};
+                }
             }
         }
+    }
 }
 
 template <class T>
-void max_pool_gradient(const Pool& p, const NormGrad<T>* norm, const T* x, const T* dy, const uint8_t* which, T* dx,
-                       double* sums) {
-    norm ? max_pool_gradient_as<T, true>(p, *norm, x, dy, which, dx, sums)
-         : max_pool_gradient_as<T, false>(p, {}, x, dy, which, dx, sums);
+void max_pool_gradient(const Pool& p, const NormGrad<T>* norms, int64_t row, const T* x, const T* dy,
+                       const uint8_t* which, T* dx, double* sums) {
+    norms ? max_pool_gradient_as<T, true>(p, norms, row, x, dy, which, dx, sums)
+          : max_pool_gradient_as<T, false>(p, norms, row, x, dy, which, dx, sums);
 }
 
 // One over the number of positions that torch takes the mean of one window over.
@@ -163,14 +191,14 @@ REWIRE_INLINE T share(const Pool& p, int64_t oh, int64_t ow) {
 
 template <class T>
 void mean_pool(const Pool& p, const T* x, T* y) {
-    Window window;
+    Windows windows;
     for (int64_t oh = 0; oh < p.out_height; oh++)
         for (int64_t ow = 0; ow < p.out_width; ow++, y += p.batch) {
-            window.of_output(p, oh, ow);
+            windows.of_outputs(p, oh, ow, 1);
             const Vec<T> scale = broadcast<T>(share<T>(p, oh, ow));
             for_each_vector<T>(p.batch, [&](int64_t i, int n) {
                 Vec<T> sum = {};
-                for (int k = 0; k < window.count; k++) sum += get(x + window.at[k] * p.batch + i, n);
+                for (int k = 0; k < windows.first[1]; k++) sum += get(x + windows.at[k] + i, n);
                 put(y + i, sum * scale, n);
             });
         }
@@ -178,15 +206,15 @@ void mean_pool(const Pool& p, const T* x, T* y) {
 
 template <class T>
 void mean_pool_gradient(const Pool& p, const T* dy, T* dx) {
-    Window window;
+    Windows windows;
     for (int64_t h = 0; h < p.height; h++)
         for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
-            window.of_input(p, h, w);
+            windows.of_inputs(p, h, w, 1);
             for_each_vector<T>(p.batch, [&](int64_t i, int n) {
                 Vec<T> sum = {};
-                for (int k = 0; k < window.count; k++) {
-                    const int64_t o = window.at[k];
-                    sum += get(dy + o * p.batch + i, n) * share<T>(p, o / p.out_width, o % p.out_width);
+                for (int k = 0; k < windows.first[1]; k++) {
+                    const int64_t at = windows.at[k], o = at / p.batch;
+                    sum += get(dy + at + i, n) * share<T>(p, o / p.out_width, o % p.out_width);
                 }
                 put(dx + i, sum, n);
             });

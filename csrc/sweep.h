@@ -32,11 +32,12 @@ class Window {
           len_(std::min(plan.panel, plan.batch - n)),
           own_(own),
           totals_(totals),
-          rows_(plan.channels * plan.plane() * plan.panel) {}
+          rows_(plan.packed() ? plan.channels * plan.plane() * plan.panel : 0) {}
 
     // The element where tap shift 0 of row i, column 0 reads, once all is there that rows i to `last` read.
     const T* at(int64_t i, int64_t last) {
         const int64_t low = i * plan_.h.stride + plan_.origin;
+        if (!plan_.packed()) return source_.tensor + n_ * plan_.from.columns + low * plan_.row() * plan_.panel;
         hold(std::max<int64_t>(low, 0),
              std::min(plan_.height, last * plan_.h.stride + plan_.rows.highest + 1));
         return rows_.get() + (low - first_) * plan_.row() * plan_.panel;
@@ -45,6 +46,7 @@ class Window {
    private:
     void hold(int64_t low, int64_t high) {
         if (plan_.height * plan_.width == 1 && !source_.reading.scale) return hold_units(high);
+        const Memory& from = plan_.from;
         const int64_t row = plan_.row() * plan_.panel, plane = plan_.plane() * plan_.panel;
         if (high > first_ + plan_.window_rows) {  // full: keep what is still needed
             const int64_t kept = std::max<int64_t>(0, last_ - low);
@@ -54,19 +56,24 @@ class Window {
             first_ = low;
             last_ = std::max(last_, low);
         }
-        for (int64_t c = 0; c < plan_.channels; c++)  // the rows of a channel follow each other in memory
-            for (int64_t r = last_; r < high; r++) {
-                T* to = &rows_[c * plane + (r - first_) * row];
-                pack(c, n_ * plan_.from.column + (c * plan_.height + r) * plan_.width * plan_.from.lane, to);
-                if (totals_ && r >= own_) totals_[c] += total(to);
-            }
+        const auto fetch = [&](int64_t c, int64_t r) {
+            T* to = &rows_[c * plane + (r - first_) * row];
+            pack(c, n_ * from.columns + (c * from.channels + r * from.rows) * from.lane, to);
+            if (totals_ && r >= own_) totals_[c] += total(to);
+        };
+        if (from.panels)  // in the order in which they lie in memory
+            for (int64_t r = last_; r < high; r++)
+                for (int64_t c = 0; c < plan_.channels; c++) fetch(c, r);
+        else
+            for (int64_t c = 0; c < plan_.channels; c++)
+                for (int64_t r = last_; r < high; r++) fetch(c, r);
         last_ = std::max(last_, high);
     }
 
     // All units of a linear layer at once.
     void hold_units(int64_t high) {
         if (last_ >= high) return;
-        const int64_t at = n_ * plan_.from.column;
+        const int64_t at = n_ * plan_.from.columns;
         pack_pieces(0, at, rows_.get(), plan_.channels, len_);
         if (totals_ && own_ <= 0) table_.totals(rows_.get(), plan_.panel, plan_.channels, len_, totals_);
         last_ = high;
@@ -105,7 +112,7 @@ class Sweep {
    public:
     Sweep(const Table<T>& table, const std::vector<const Plan*>& plans, const Source<T>& source, int threads)
         : table_(table), plans_(plans), plan_(*plans.front()), source_(source) {
-        if (plan_.mode == Mode::window) {
+        if (plan_.mode != Mode::direct) {
             for (const Plan* plan : plans) tiles_.push_back(plan->columns());
             tasks_ = tiles_.front().empty() || !plan_.h.count ? 0 : plan_.panels() * plan_.bands();
             return;
@@ -121,7 +128,7 @@ class Sweep {
 
     // Whether the tasks together read all rows of the source, and can add up its channels on the way.
     bool totals() const {
-        return plan_.mode == Mode::window && plan_.h.stride == 1 && plan_.origin <= 0 &&
+        return plan_.packed() && plan_.h.stride == 1 && plan_.origin <= 0 &&
                plan_.h.count - 1 + plan_.rows.highest >= plan_.height - 1;
     }
     const Source<T>& source() const { return source_; }
@@ -130,7 +137,7 @@ class Sweep {
     // the channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
-        if (plan_.mode == Mode::window) return slide(task, totals, body);
+        if (plan_.mode != Mode::direct) return slide(task, totals, body);
         const auto& tiles = tiles_.front();
         const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
         for (int64_t t = count * task / tasks_; t < last; t += kTiles)
@@ -140,7 +147,7 @@ class Sweep {
    private:
     // The source as it is read: where nothing is packed, this is done beforehand.
     void settle(int threads) {
-        const int64_t len = plan_.height * plan_.width * plan_.from.lane, runs = plan_.runs();
+        const int64_t len = plan_.run(), runs = plan_.runs();
         settled_ = Scratch<T>(runs * len);
         parallel_for(runs, worth(runs * len / 4, threads), [&](int64_t k) {
             table_.read(source_.reading.from(k * len), k % plan_.channels, source_.tensor + k * len, len,
@@ -177,7 +184,7 @@ class Sweep {
                 plan.h.valid(row, tile.kh0, tile.kh1);
                 tile.len = int32_t(std::min(plan.panel, plan.batch - n));
                 tile.src += (row - first) * plan.h.stride * plan.row() * plan.panel;
-                tile.dst += (plan.h.first + row * plan.h.every) * plan.out_width * plan.to.lane + n * plan.to.column;
+                tile.dst += (plan.h.first + row * plan.h.every) * plan.to.rows * plan.to.lane + n * plan.to.columns;
                 group[count++] = tile;
                 if (count == kTiles) body(pass, source, group, std::exchange(count, 0));
             }

@@ -134,7 +134,7 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
     channels = x.shape[1]
     mean, variance = (torch.empty(channels, dtype=x.dtype) for _ in range(2))
     kernels.moments(
-        *(x.data_ptr(), channels, x.numel() // channels, layout.panel_count(x)),
+        *(x.data_ptr(), channels, x.numel() // channels, layout.panel_rows(x)),
         *(mean.data_ptr(), variance.data_ptr(), native.threads()),
     )
     return mean, variance
@@ -160,7 +160,7 @@ def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:
     g, dx, channels = layout.as_in(g, x), layout.empty_like(kernels, x), x.shape[1]
     kernels.settle_gradient(
         *(g.data_ptr(), x.data_ptr(), factors.data_ptr(), channels, x.numel() // channels),
-        *(layout.panel_count(x), dx.data_ptr(), native.threads()),
+        *(layout.panel_rows(x), dx.data_ptr(), native.threads()),
     )
     return dx
 

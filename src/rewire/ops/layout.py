@@ -5,9 +5,10 @@ them. The kernels run their vectors over the batch, so every connection is one b
 a contiguous run.
 
 Between our own layers images may also lie in *panels*: the batch is cut into pieces of as many columns
-as the kernels work on at once, and each piece lies in memory by itself, [N / panel][C][H][W][panel]. What
-a task reads and writes is then in one place. No strides of (N, C, H, W) describe this, so such an image
-is a contiguous five-dimensional tensor (N / panel, C, H, W, panel), which only our layers get to see.
+as the kernels work on at once, and each piece lies in memory by itself, [N / panel][H][C][W][panel]. A task
+goes down the rows of images, so what it reads and writes is one run. No strides of (N, C, H, W) describe
+this, so such an image is a five-dimensional tensor (N / panel, C, H, W, panel), which only our layers get
+to see.
 """
 
 from __future__ import annotations
@@ -106,9 +107,28 @@ def panel_shape(shape: tuple[int, ...], like: Tensor) -> tuple[int, ...] | None:
     return None if batch % panel or batch <= panel else (batch // panel, *image, panel)
 
 
+@lru_cache(maxsize=4096)
+def panel_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor (N / panel, C, H, W, panel) in panels.
+
+    >>> panel_strides((4, 16, 8, 8, 32))
+    (32768, 256, 4096, 32, 1)
+    """
+    _, channels, height, width, panel = (max(size, 1) for size in shape)
+    row = width * panel
+    return (channels * height * row, row, channels * row, panel, 1)
+
+
 def is_panels(x: Tensor) -> bool:
     """Whether what one of our layers has made is in panels."""
-    return x.dim() == 5 and x.is_contiguous()
+    if x.dim() != 5:
+        return False
+    return x.stride() == panel_strides(tuple(x.shape)) or x.transpose(1, 2).is_contiguous()
+
+
+def in_panels(x: Tensor) -> Tensor:
+    """A tensor (N / panel, C, H, W, panel) in panels: itself, or a copy."""
+    return x if is_panels(x) else x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def image_shape(x: Tensor) -> tuple[int, ...]:
@@ -119,29 +139,28 @@ def image_shape(x: Tensor) -> tuple[int, ...]:
     return (panels * panel, *image)
 
 
-def panel_count(x: Tensor) -> int:
-    """How many panels there are; 1 where there are none."""
-    return x.shape[0] if is_panels(x) else 1
+def panel_rows(x: Tensor) -> int:
+    """How many rows of images there are in all panels, in each of which a channel is one run; 1 where there
+    are no panels."""
+    return x.shape[0] * x.shape[2] if is_panels(x) else 1
 
 
 def empty_like(kernels: Any, x: Tensor) -> Tensor:
     """An uninitialised tensor in the same memory as ``x``: panels, or batch-last."""
     shape = tuple(x.shape)
-    return native.empty(
-        kernels, shape, contiguous_strides(shape) if is_panels(x) else strides(shape), x
-    )
+    return native.empty(kernels, shape, panel_strides(shape) if is_panels(x) else strides(shape), x)
 
 
 def ready(x: Tensor) -> Tensor:
     """``x`` as the products read it: what is in panels as it is, all else batch-last."""
-    return x.contiguous() if x.dim() == 5 else to_batch_last(x)
+    return in_panels(x) if x.dim() == 5 else to_batch_last(x)
 
 
 def lies_as(x: Tensor, other: Tensor) -> bool:
     """Whether images lie in memory as ``other`` does: in panels, or batch-last."""
     if x.dim() != other.dim():
         return False
-    return x.is_contiguous() if is_panels(other) else is_batch_last(x)
+    return is_panels(x) if is_panels(other) else is_batch_last(x)
 
 
 def as_in(x: Tensor, other: Tensor) -> Tensor:
@@ -150,7 +169,7 @@ def as_in(x: Tensor, other: Tensor) -> Tensor:
         return x
     if not is_panels(other):
         return from_panels(x) if is_panels(x) and other.dim() == 4 else to_batch_last(x)
-    return x.contiguous() if x.dim() == 5 else to_panels(x, other.shape[-1])
+    return in_panels(x) if x.dim() == 5 else to_panels(x, other.shape[-1])
 
 
 def to_panels(x: Tensor, panel: int) -> Tensor:
@@ -159,24 +178,25 @@ def to_panels(x: Tensor, panel: int) -> Tensor:
     assert kernels is not None
     batch, *image = x.shape
     shape = (batch // panel, *image, panel)
-    out = native.empty(kernels, shape, contiguous_strides(shape), x)
-    _copy_panels(kernels, x, out, batch, panel, True)
+    out = native.empty(kernels, shape, panel_strides(shape), x)
+    _copy_panels(kernels, x, out, tuple(x.shape), panel, True)
     return out
 
 
 def from_panels(x: Tensor) -> Tensor:
     """A batch-last copy of images in panels."""
-    kernels, x = native.kernels(x), x.contiguous()
+    kernels, x = native.kernels(x), in_panels(x)
     shape = image_shape(x)
     assert kernels is not None
     out = native.empty(kernels, shape, strides(shape), x)
-    _copy_panels(kernels, x, out, shape[0], x.shape[-1], False)
+    _copy_panels(kernels, x, out, shape, x.shape[-1], False)
     return out
 
 
-def _copy_panels(kernels: Any, x: Tensor, y: Tensor, batch: int, panel: int, into: bool) -> None:
-    positions = x.numel() // batch
-    kernels.panels(x.data_ptr(), positions, batch, panel, into, y.data_ptr(), native.threads())
+def _copy_panels(
+    kernels: Any, x: Tensor, y: Tensor, shape: tuple[int, ...], panel: int, into: bool
+) -> None:
+    kernels.panels(x.data_ptr(), *shape, panel, into, y.data_ptr(), native.threads())
 
 
 @lru_cache(maxsize=4096)

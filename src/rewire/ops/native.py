@@ -103,12 +103,10 @@ def geometry(*sizes: int) -> Any:
 
 
 @lru_cache(maxsize=1024)
-def pool(
-    *sizes: int, count_padding: bool = True, panels: int = 1, in_step: int = 0, out_step: int = 0
-) -> Any:
-    """batch, height, width, out height, out width, then kernel, stride and padding; how many panels
-    of such a batch there are, and how far apart in input and output."""
-    return module().Pool(*sizes, count_padding, panels, in_step, out_step)
+def pool(*sizes: int, count_padding: bool = True, in_panels: bool = False) -> Any:
+    """How many panels there are (1 where images are batch-last), samples in each, channels, height, width,
+    out height, out width, then kernel, stride and padding (height and width each)."""
+    return module().Pool(*sizes, count_padding, in_panels)
 
 
 def threads() -> int:

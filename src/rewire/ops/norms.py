@@ -103,7 +103,7 @@ class Norm(NamedTuple):
         return kernels.BatchNorm(
             *(channels, x.numel() // channels, self.training, self.relu, self.eps),
             *(native.address(self.weight), native.address(self.bias)),
-            *(self.mean.data_ptr(), self.variance.data_ptr(), layout.panel_count(x)),
+            *(self.mean.data_ptr(), self.variance.data_ptr(), layout.panel_rows(x)),
         )
 
 

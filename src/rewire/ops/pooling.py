@@ -34,7 +34,7 @@ class _MaxPool(torch.autograd.Function):
         words = -(-y.numel() // x.element_size()) if any(ctx.needs_input_grad) else 0
         which = native.empty(kernels, (words,), (1,), x)
         kernels.max_pool(
-            *(pool, x.shape[1], None if norm is None else norm.kernel(kernels, x)),
+            *(pool, None if norm is None else norm.kernel(kernels, x)),
             *(x.data_ptr(), y.data_ptr(), which.data_ptr() if which.numel() else 0),
             native.threads(),
         )
@@ -61,7 +61,7 @@ class _MaxPool(torch.autograd.Function):
             norm.leave(dx, x, factors)
             dweight, dbias = torch.empty_like(norm.mean), torch.empty_like(norm.mean)
         kernels.max_pool_gradient(
-            *(ctx.pool, ctx.shape[1], None if norm is None else norm.kernel(kernels, x)),
+            *(ctx.pool, None if norm is None else norm.kernel(kernels, x)),
             *(native.address(x), dy.data_ptr(), which.data_ptr(), dx.data_ptr()),
             *(native.address(dweight), native.address(dbias), native.address(factors)),
             native.threads(),
@@ -75,15 +75,14 @@ def _pool(
 ) -> tuple[Any, Tensor]:
     """The kernel's sizes, and an output in the memory of ``x``."""
     if not layout.is_panels(x):
-        batch, channels, height, width = x.shape
-        shape: tuple[int, ...] = (batch, channels, *out)
-        pool = native.pool(batch, height, width, *out, *sizes)
+        batch, *image = x.shape
+        shape: tuple[int, ...] = (batch, image[0], *out)
+        pool = native.pool(1, batch, *image, *out, *sizes)
         return pool, native.empty(kernels, shape, layout.strides(shape), x)
-    panels, channels, height, width, panel = x.shape
-    shape = (panels, channels, *out, panel)
-    y = native.empty(kernels, shape, layout.contiguous_strides(shape), x)
-    steps = {"in_step": x.stride(0), "out_step": y.stride(0)}
-    return native.pool(panel, height, width, *out, *sizes, panels=panels, **steps), y
+    panels, *image, panel = x.shape
+    shape = (panels, image[0], *out, panel)
+    pool = native.pool(panels, panel, *image, *out, *sizes, in_panels=True)
+    return pool, native.empty(kernels, shape, layout.panel_strides(shape), x)
 
 
 class _MeanPool(torch.autograd.Function):
@@ -93,11 +92,10 @@ class _MeanPool(torch.autograd.Function):
     ) -> Tensor:
         kernels = native.kernels(x)
         assert kernels is not None
-        batch, channels, height, width = x.shape
-        pool = native.pool(batch, height, width, *out, *sizes, count_padding=count_padding)
-        shape = (batch, channels, *out)
+        pool = native.pool(1, *x.shape, *out, *sizes, count_padding=count_padding)
+        shape = (*x.shape[:2], *out)
         y = native.empty(kernels, shape, layout.strides(shape), x)
-        kernels.mean_pool(pool, channels, x.data_ptr(), y.data_ptr(), native.threads())
+        kernels.mean_pool(pool, x.data_ptr(), y.data_ptr(), native.threads())
         ctx.pool, ctx.shape = pool, tuple(x.shape)
         return y
 
@@ -108,9 +106,7 @@ class _MeanPool(torch.autograd.Function):
         kernels = native.kernels(dy)
         assert kernels is not None
         dx = native.empty(kernels, ctx.shape, layout.strides(ctx.shape), dy)
-        kernels.mean_pool_gradient(
-            ctx.pool, ctx.shape[1], dy.data_ptr(), dx.data_ptr(), native.threads()
-        )
+        kernels.mean_pool_gradient(ctx.pool, dy.data_ptr(), dx.data_ptr(), native.threads())
         return dx, None, None, None
 
 

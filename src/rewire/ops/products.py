@@ -144,7 +144,7 @@ def forward(
     bias = None if bias is None else bias.contiguous()
     panel = _panel(x) if panels else 0
     geometry, shape = geometry_of(conv, tuple(x.shape), n_out, panel)
-    strides = layout.contiguous_strides if panel else layout.strides
+    strides = layout.panel_strides if panel else layout.strides
     y = native.empty(kernels, shape, strides(shape), x)
     if y.numel():
         mean, variance = (0, 0) if moments is None else (t.data_ptr() for t in moments[:2])
