@@ -116,8 +116,8 @@ std::vector<Tile> Plan::cut() const {
     const auto row = columns();
     // Where a panel is wider than the batch, neighbouring positions are one run of elements.
     const bool join = batch < panel && w.stride == 1 && w.every == 1;
-    for (int64_t n = 0; n < batch; n += panel)
-        for (int64_t i = 0; i < h.count; i++)
+    for (int64_t k = 0; k < panels() * h.count; k++) {
+        const int64_t i = to.panels ? k % h.count : k / panels(), n = (to.panels ? k / h.count : k % panels()) * panel;
             for (Tile tile : row) {
                 h.valid(i, tile.kh0, tile.kh1);
                 tile.dst += (h.first + i * h.every) * to.rows * to.lane + n * to.columns;
@@ -129,6 +129,7 @@ std::vector<Tile> Plan::cut() const {
                 }
                 tiles.push_back(tile);
             }
+    }
     return tiles;
 }
 
