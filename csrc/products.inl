@@ -18,20 +18,22 @@ struct Runs {
     }
 };
 
-// One tile of V vectors, the last of them cut to `rest` lanes if kPart.
-template <class T, int V, bool kPart>
-struct Lane {
-    static REWIRE_INLINE Vec<T> get(const T* p, int i, int rest) {
+// V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart.
+template <class T, int V, int P, bool kPart>
+struct Places {
+    static REWIRE_INLINE Vec<T> get(const T* p, int64_t step, int i, int rest) {
+        p += i / V * step + i % V * kLanes<T>;
         if constexpr (kPart) {
-            if (i == V - 1) return load_part(p + i * kLanes<T>, rest);
+            if (i % V == V - 1) return load_part(p, rest);
         }
-        return load<T>(p + i * kLanes<T>);
+        return load<T>(p);
     }
-    static REWIRE_INLINE void put(T* p, int i, Vec<T> v, int rest) {
+    static REWIRE_INLINE void put(T* p, int64_t step, int i, Vec<T> v, int rest) {
+        p += i / V * step + i % V * kLanes<T>;
         if constexpr (kPart) {
-            if (i == V - 1) return store_part(p + i * kLanes<T>, v, rest);
+            if (i % V == V - 1) return store_part(p, v, rest);
         }
-        store<T>(p + i * kLanes<T>, v);
+        store<T>(p, v);
     }
 };
 
@@ -47,12 +49,11 @@ struct SpreadRow {
     }
 };
 
-// V vectors at each of P positions, which follow each other in the source if P > 1. The results go into
-// `spread` too if kSpread.
+// V vectors at each of P positions. The results go into `spread` too if kSpread.
 template <class T, int V, int P, bool kPart, bool kSpread>
-REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
-                            int64_t dst_step, T start, int rest, SpreadRow<T>& spread) {
-    using L = Lane<T, V * P, kPart>;
+REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t src_step,
+                            T* dst, int64_t dst_step, T start, int rest, SpreadRow<T>& spread) {
+    using L = Places<T, V, P, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
     const int64_t step = p.step;
@@ -67,25 +68,24 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
             const Vec<T> w = broadcast<T>(weight[e]), v = broadcast<T>(weight[e + 1]);
 #pragma GCC unroll 8
             for (int i = 0; i < V * P; i++) {
-                acc[i] += w * L::get(from, i, rest);
-                other[i] += v * L::get(next, i, rest);
+                acc[i] += w * L::get(from, src_step, i, rest);
+                other[i] += v * L::get(next, src_step, i, rest);
             }
         }
         for (; e < end; e++) {
             const T* from = src + offset[e] * step;
             const Vec<T> w = broadcast<T>(weight[e]);
 #pragma GCC unroll 8
-            for (int i = 0; i < V * P; i++) acc[i] += w * L::get(from, i, rest);
+            for (int i = 0; i < V * P; i++) acc[i] += w * L::get(from, src_step, i, rest);
         }
     }
     if (V * P <= 4)
         for (int i = 0; i < V * P; i++) acc[i] += other[i];
-    for (int q = 0; q < P; q++)
-        for (int i = 0; i < V; i++) {
-            const Vec<T> v = p.relu ? rectify<T>(acc[q * V + i]) : acc[q * V + i];
-            if constexpr (kSpread) spread.add(v);
-            Lane<T, V, kPart>::put(dst + q * dst_step, i, v, rest);
-        }
+    for (int i = 0; i < V * P; i++) {
+        const Vec<T> v = p.relu ? rectify<T>(acc[i]) : acc[i];
+        if constexpr (kSpread) spread.add(v);
+        L::put(dst, dst_step, i, v, rest);
+    }
 }
 
 // A single column: batch-1 inference. kOne: the positions of the source follow each other.
@@ -142,9 +142,8 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
     const T* src = p.src + tile.src;
     T* dst = p.dst + row * p.row + tile.dst;
     int32_t left = tile.count;
-    const bool pairs = tile.len == 4 * lanes && tile.src_step == tile.len;
-    for (; pairs && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
-        sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, dst, tile.dst_step, start, 0, spread);
+    for (; tile.len == 4 * lanes && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
+        sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, tile.src_step, dst, tile.dst_step, start, 0, spread);
     for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
         if (tile.len == 1) {
             p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
@@ -153,11 +152,11 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
         }
         int at = 0;
         for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, dst + at, 0, start, 0, spread);
+            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
         for (; tile.len - at >= lanes; at += lanes)
-            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, dst + at, 0, start, 0, spread);
+            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
         if (at < tile.len)
-            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, dst + at, 0, start, tile.len - at, spread);
+            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, 0, dst + at, 0, start, tile.len - at, spread);
     }
 }
 
@@ -203,13 +202,13 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
 }
 
 // dot + <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
-template <class T, int V, bool kPart, bool kDst>
-REWIRE_INLINE Vec<T> dot_entry(const T* from, T weight, const Vec<T> (&factor)[V], Vec<T> (&acc)[V], int rest,
-                               Vec<T> dot = Vec<T>{}) {
+template <class T, int V, int P, bool kPart, bool kDst>
+REWIRE_INLINE Vec<T> dot_entry(const T* from, int64_t step, T weight, const Vec<T> (&factor)[V * P],
+                               Vec<T> (&acc)[V * P], int rest, Vec<T> dot = Vec<T>{}) {
     const Vec<T> w = broadcast<T>(weight);
 #pragma GCC unroll 8
-    for (int i = 0; i < V; i++) {
-        Vec<T> v = Lane<T, V, kPart>::get(from, i, rest);
+    for (int i = 0; i < V * P; i++) {
+        Vec<T> v = Places<T, V, P, kPart>::get(from, step, i, rest);
         if constexpr (kDst) hold<T>(v);
         if constexpr (kDst) acc[i] += w * v;
         dot += factor[i] * v;
@@ -240,6 +239,13 @@ struct Held {
     }
 };
 
+// Whether there are registers for two positions at once, factors and sums of both.
+#if defined(REWIRE_AVX512)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
 // What the factor is: an input of which nothing is known, the output of a rectifier, or of a batch norm.
 enum class Input { any, rectified, normed };
 
@@ -261,36 +267,39 @@ struct BeforeRow {
     }
 };
 
-template <class T, int V, bool kPart, bool kDst, Input kInput>
-REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t here,
-                             int rest, Held<T>& held, BeforeRow<T>& before) {
-    using L = Lane<T, V, kPart>;
+template <class T, int V, int P, bool kPart, bool kDst, Input kInput>
+REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& runs, const int32_t* ptr, const T* src,
+                             int64_t here, int rest, Held<T>& held, BeforeRow<T>& before) {
+    using L = Places<T, V, P, kPart>;
+    constexpr int n = V * P;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
-    const int64_t step = p.step;
+    const int64_t step = p.step, src_step = tile.src_step, dst_step = tile.dst_step;
     T* grad = p.grad;
-    Vec<T> factor[V], acc[V];
-    for (int i = 0; i < V; i++) {
-        factor[i] = L::get(p.factor + here, i, rest);
+    Vec<T> factor[n], acc[n];
+    for (int i = 0; i < n; i++) {
+        factor[i] = L::get(p.factor + here, dst_step, i, rest);
         if constexpr (kInput == Input::normed) {
             if (before.scaled) factor[i] = factor[i] * before.scale + before.shift;
             if (before.scaled && before.relu) factor[i] = rectify<T>(factor[i]);
         }
         acc[i] = Vec<T>{};
     }
+    const auto entry = [&](const T* from, T w, Vec<T> dot) __attribute__((always_inline)) {
+        return dot_entry<T, V, P, kPart, kDst>(from, src_step, w, factor, acc, rest, dot);
+    };
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
         for (const int32_t near = end < held.end ? end : held.end; e < near; e++) {
             Vec<T>& dot = held.dots[e - held.first];
-            dot = dot_entry<T, V, kPart, kDst>(src + offset[e] * step, kDst ? weight[e] : T(0), factor, acc, rest, dot);
+            dot = entry(src + offset[e] * step, kDst ? weight[e] : T(0), dot);
         }
         for (; e + 4 <= end; e += 4) {
             Vec<T> dot[4];
 #pragma GCC unroll 4
             for (int q = 0; q < 4; q++)
-                dot[q] = dot_entry<T, V, kPart, kDst>(src + offset[e + q] * step, kDst ? weight[e + q] : T(0),
-                                                      factor, acc, rest);
+                dot[q] = entry(src + offset[e + q] * step, kDst ? weight[e + q] : T(0), Vec<T>{});
             add_sums(grad + e, dot);
         }
         if (e < end) {  // one to three more, and nothing in place of the others: which it is cannot be foreseen
@@ -300,8 +309,9 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
             for (int q = 0; q < 3; q++) {
                 const bool here = e + q < end;
                 const int32_t k = here ? e + q : e;
-                const T *from = src + offset[k] * step, *source = here ? from : zeros;
-                dot[q] = dot_entry<T, V, kPart, kDst>(source, kDst && here ? weight[k] : T(0), factor, acc, rest);
+                const T* from = src + offset[k] * step;
+                dot[q] = dot_entry<T, V, P, kPart, kDst>(here ? from : zeros, here ? src_step : 0,
+                                                         kDst && here ? weight[k] : T(0), factor, acc, rest);
             }
             T sums[4] = {};
             add_sums(sums, dot);
@@ -309,19 +319,19 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Runs& runs, const int32_t* 
         }
     }
     if constexpr (kInput == Input::rectified)
-        for (int i = 0; i < V; i++) {
+        for (int i = 0; i < n; i++) {
             acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
             before.sum += acc[i];
         }
     if constexpr (kInput == Input::normed)
-        for (int i = 0; i < V; i++) {
-            if (p.more) acc[i] += L::get(p.more + here, i, rest);
+        for (int i = 0; i < n; i++) {
+            if (p.more) acc[i] += L::get(p.more + here, dst_step, i, rest);
             if (before.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
             before.sum += acc[i];
-            before.sum_x += acc[i] * (L::get(p.normed + here, i, rest) - before.mean);
+            before.sum_x += acc[i] * (L::get(p.normed + here, dst_step, i, rest) - before.mean);
         }
     if constexpr (kDst)
-        for (int i = 0; i < V; i++) L::put(p.dst + here, i, acc[i], rest);
+        for (int i = 0; i < n; i++) L::put(p.dst + here, dst_step, i, acc[i], rest);
 }
 
 template <class T>
@@ -357,14 +367,24 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             const Runs& runs = group.runs[t];
             const T* src = p.src + tile.src;
             int64_t here = row * p.row + tile.dst;
-            for (int32_t k = 0; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
+            int32_t k = 0;
+            if constexpr (kPairs)
+                for (; tile.len == 4 * lanes && k + 2 <= tile.count; k += 2) {
+                    dots_tile<T, 4, 2, false, kDst, kInput>(p, tile, runs, ptr, src, here, 0, held, before);
+                    src += 2 * tile.src_step;
+                    here += 2 * tile.dst_step;
+                    if constexpr (kInput != Input::any)
+                        if ((before.added += 8) >= before.kRun) before.settle();
+                }
+            for (; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
                 int at = 0;
                 for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                    dots_tile<T, 4, false, kDst, kInput>(p, runs, ptr, src + at, here + at, 0, held, before);
+                    dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
                 for (; tile.len - at >= lanes; at += lanes)
-                    dots_tile<T, 1, false, kDst, kInput>(p, runs, ptr, src + at, here + at, 0, held, before);
+                    dots_tile<T, 1, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
                 if (at < tile.len)
-                    dots_tile<T, 1, true, kDst, kInput>(p, runs, ptr, src + at, here + at, tile.len - at, held, before);
+                    dots_tile<T, 1, 1, true, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, tile.len - at, held,
+                                                           before);
                 if constexpr (kInput != Input::any)
                     if ((before.added += (tile.len + lanes - 1) / lanes) >= before.kRun) before.settle();
             }
