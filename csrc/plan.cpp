@@ -144,46 +144,58 @@ Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) 
     }
     std::vector<int64_t> shift;
     for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw)));
-    out.ptr.resize(size_t(g.out_channels * taps + 1));
-    out.offset.resize(size_t(out.count));
+    out.ptr = Scratch<int32_t>(g.out_channels * taps + 1);
+    out.offset = Scratch<int32_t>(out.count);
     int32_t e = 0;
     for (int64_t o = 0; o < g.out_channels; o++)
         for (int64_t t = 0; t < taps; t++) {
-            out.ptr[size_t(o * taps + t)] = e;
+            out.ptr[o * taps + t] = e;
             const int64_t first = t * g.in_channels, last = first + g.in_channels;
             for (; e < a.ptr[o + 1] && a.indices[e] < last; e++)
-                out.offset[size_t(e)] = int32_t((a.indices[e] - first) * plane + shift[size_t(t)]);
+                out.offset[e] = int32_t((a.indices[e] - first) * plane + shift[size_t(t)]);
         }
-    out.ptr.back() = e;
-    out.entries = {out.ptr.data(), out.offset.data(), g.kh, g.kw};
+    out.ptr[g.out_channels * taps] = e;
+    out.entries = {out.ptr.get(), out.offset.get(), g.kh, g.kw};
     return out;
 }
 
 Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) {
     Offsets out;
-    const int64_t taps = g.taps(), plane = plan.plane();
-    if (taps == 1 && plane == 1 && plan.h.taps.size() == 1 && plan.w.taps.size() == 1 &&
-        plan.shift(0, 0) == 0) {
+    const int64_t taps = g.taps(), plane = plan.plane(), all = a.ptr[g.in_channels * taps];
+    const auto taps_h = int32_t(plan.h.taps.size()), taps_w = int32_t(plan.w.taps.size());
+    const bool whole = taps_h * taps_w == taps;  // then the taps are in order
+    if (taps == 1 && plane == 1 && whole && plan.shift(0, 0) == 0) {
         out.entries = {a.ptr, a.outputs, 1, 1};
         out.places = a.order;
-        out.count = a.ptr[g.in_channels];
+        out.count = all;
         return out;
     }
+    std::vector<int64_t> slot, shift;  // of each tap
+    for (int32_t i = 0; i < taps_h; i++)
+        for (int32_t j = 0; j < taps_w; j++) {
+            slot.push_back(int64_t(plan.h.taps[size_t(i)]) * g.kw + plan.w.taps[size_t(j)]);
+            shift.push_back(plan.shift(size_t(i), size_t(j)));
+        }
+    const int64_t rows = g.in_channels * int64_t(slot.size());
+    out.offset = Scratch<int32_t>(all);
+    if (!whole) {
+        out.ptr = Scratch<int32_t>(rows + 1);
+        out.order = Scratch<int32_t>(all);
+    }
+    int64_t count = 0, row = 0;
     for (int64_t c = 0; c < g.in_channels; c++)
-        for (size_t i = 0; i < plan.h.taps.size(); i++)
-            for (size_t j = 0; j < plan.w.taps.size(); j++) {
-                out.ptr.push_back(int32_t(out.offset.size()));
-                const int64_t slot = c * taps + int64_t(plan.h.taps[i]) * g.kw + plan.w.taps[j];
-                const int64_t shift = plan.shift(i, j);
-                for (int32_t k = a.ptr[slot]; k < a.ptr[slot + 1]; k++) {
-                    out.offset.push_back(int32_t(a.outputs[k] * plane + shift));
-                    out.order.push_back(a.order[k]);
-                }
+        for (size_t t = 0; t < slot.size(); t++, row++) {
+            const int32_t first = a.ptr[c * taps + slot[t]], last = a.ptr[c * taps + slot[t] + 1];
+            if (!whole) {
+                out.ptr[row] = int32_t(count);
+                std::copy(a.order + first, a.order + last, out.order.get() + count);
             }
-    out.ptr.push_back(int32_t(out.offset.size()));
-    out.entries = {out.ptr.data(), out.offset.data(), int32_t(plan.h.taps.size()), int32_t(plan.w.taps.size())};
-    out.places = out.order.data();
-    out.count = int64_t(out.order.size());
+            for (int32_t k = first; k < last; k++) out.offset[count++] = int32_t(a.outputs[k] * plane + shift[t]);
+        }
+    if (!whole) out.ptr[rows] = int32_t(count);
+    out.entries = {whole ? a.ptr : out.ptr.get(), out.offset.get(), taps_h, taps_w};
+    out.places = whole ? a.order : out.order.get();
+    out.count = count;
     return out;
 }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "layers.h"
+#include "scratch.h"
 
 namespace rewire {
 
@@ -86,7 +87,7 @@ struct Plan {
 
 // Entries of one pass with the positions they read; for a linear layer, the connections as they are.
 struct Offsets {
-    std::vector<int32_t> ptr, offset, order;
+    Scratch<int32_t> ptr, offset, order;
     Entries entries;
     const int32_t* places;  // by input: where each entry stands by output
     int64_t count;
