@@ -9,7 +9,9 @@ namespace {
 constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth packing,
 constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
 constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
-constexpr int64_t kFew = 24, kFewInPanels = 8;  // connections of a channel that are not worth packing it for
+constexpr int64_t kNear = 4 << 20;       // and of a source that comes from near enough to be read in any order
+// Connections of a channel that are not worth packing it for: in long runs, from near by, in pieces of a batch.
+constexpr int64_t kFew = 24, kFewNear = 64, kFewInPieces = 8;
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
 }  // namespace
@@ -64,10 +66,12 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_
       to(to_),
       mode(Mode::direct),
       rows(rows_) {
-    if (batch <= panel || channels * height * width * batch * element <= kPackMin) return;
+    const int64_t bytes = channels * height * width * batch * element;
+    if (batch <= panel || bytes <= kPackMin) return;
     // Few connections read an image where it is faster than it can be packed, long runs more so.
     const bool runs = !from.panels && !to.panels;
-    if (height * width > 1 && connections >= 0 && !from.panels && connections <= (runs ? kFew : kFewInPanels) * channels) {
+    const int64_t few = !runs ? kFewInPieces : bytes <= kNear ? kFewNear : kFew;
+    if (height * width > 1 && connections >= 0 && !from.panels && connections <= few * channels) {
         if (runs) panel = batch;
         return;
     }

@@ -151,6 +151,8 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
             continue;
         }
         int at = 0;
+        for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
+            sum_tile<T, 8, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
         for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
             sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
         for (; tile.len - at >= lanes; at += lanes)
@@ -378,6 +380,9 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
                 }
             for (; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
                 int at = 0;
+                if constexpr (kPairs)
+                    for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
+                        dots_tile<T, 8, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
                 for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
                     dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
                 for (; tile.len - at >= lanes; at += lanes)
