@@ -186,7 +186,7 @@ void define(nb::module_& m) {
     }, free);
     m.def("drop_out", [](Address x, int64_t len, double probability, double scale, uint64_t seed, Address y,
                          int threads) {
-        drop_out<T>(at<T>(x), len, probability, scale, seed, at<T>(y), threads);
+        drop_out<T>(table<T>(), at<T>(x), len, probability, scale, seed, at<T>(y), threads);
     }, free);
     m.def("max_pool", [](const Pool& p, const BatchNorm<T>* norm, Address x, Address y, Address which, int threads) {
         max_pool<T>(table<T>(), p, norm, at<T>(x), at<T>(y), at<uint8_t>(which), threads);

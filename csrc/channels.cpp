@@ -165,14 +165,11 @@ void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* fac
 }
 
 template <class T>
-void drop_out(const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y, int threads) {
-    const auto limit = uint64_t(probability * 4294967296.0);  // of the 2^32 values of half a word
+void drop_out(const Table<T>& table, const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y,
+              int threads) {
+    const auto limit = uint32_t(probability * 4294967296.0);  // of 2^32 values; the probability is below 1
     pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) {
-        for (int64_t i = begin; i < end; i += 2) {
-            const uint64_t word = mixed(seed + uint64_t(i / 2) * 0x9E3779B97F4A7C15u);
-            y[i] = x[i] * (T((word & 0xFFFFFFFFu) >= limit) * T(scale));  // no branch: it could not be foreseen
-            if (i + 1 < end) y[i + 1] = x[i + 1] * (T(word >> 32 >= limit) * T(scale));
-        }
+        table.drop_out(x + begin, begin, end - begin, limit, T(scale), mixed(seed), y + begin);
     });
 }
 
@@ -228,7 +225,7 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
-    template void drop_out<T>(const T*, int64_t, double, double, uint64_t, T*, int);                                \
+    template void drop_out<T>(const Table<T>&, const T*, int64_t, double, double, uint64_t, T*, int);               \
     template void max_pool<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
     template void max_pool_gradient<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, const T*,\
                                        const uint8_t*, T*, const NormGradients<T>&, int);                           \

@@ -66,7 +66,8 @@ void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, 
 
 // y[i] = x[i] * scale, or 0 with the given probability; which ones is a function of seed and i alone.
 template <class T>
-void drop_out(const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y, int threads);
+void drop_out(const Table<T>&, const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y,
+              int threads);
 
 // Of x, or of its batch norm; `which` receives the tap of each maximum, or is null.
 template <class T>

@@ -6,6 +6,7 @@
 #include "transpose.inl"
 #include "norm.inl"
 #include "pool.inl"
+#include "noise.inl"
 
 namespace rewire::REWIRE_ISA {
 
@@ -20,7 +21,7 @@ constexpr Table<T> table() {
             normalize<T>,     norm_sums<T>,
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,
-            mean_pool_gradient<T>};
+            mean_pool_gradient<T>, drop_out<T>};
 }
 
 const InstructionSet& instruction_set() {

@@ -144,6 +144,8 @@ struct Table {
     // one channel, batch-last
     void (*mean_pool)(const Pool&, const T* x, T* y);
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
+    // elements [first, first + len) of a tensor
+    void (*drop_out)(const T* x, int64_t first, int64_t len, uint32_t limit, T scale, uint64_t seed, T* y);
 };
 
 struct InstructionSet {

@@ -44,7 +44,7 @@ REWIRE_INLINE double block_sum(int64_t len, Value&& value) {
 
 template <class T>
 double total(const T* x, int64_t len) {
-    return block_sum<T>(len, [&](int64_t i, int n) { return get(x + i, n); });
+    return block_sum<T>(len, [&](int64_t i, int n) REWIRE_BODY { return get(x + i, n); });
 }
 
 // sums[k] += the sum of the k-th of `count` pieces
@@ -68,7 +68,7 @@ void totals(const T* x, int64_t step, int64_t count, int64_t len, double* sums) 
 template <class T>
 double variation(const T* x, int64_t len, T mean) {
     const Vec<T> m = broadcast<T>(mean);
-    return block_sum<T>(len, [&](int64_t i, int n) {
+    return block_sum<T>(len, [&](int64_t i, int n) REWIRE_BODY {
         Vec<T> d = get(x + i, n) - m;
         if (n < kLanes<T>)
             for (int q = n; q < kLanes<T>; q++) d[q] = 0;
@@ -79,7 +79,7 @@ double variation(const T* x, int64_t len, T mean) {
 template <class T, bool kRelu, bool kResidual>
 void normalize_as(const Norm<T>& p, const T* x, const T* residual, T* z) {
     const Vec<T> scale = broadcast<T>(p.scale), shift = broadcast<T>(p.shift);
-    for_each_vector<T>(p.len, [&](int64_t i, int n) {
+    for_each_vector<T>(p.len, [&](int64_t i, int n) REWIRE_BODY {
         Vec<T> v = get(x + i, n) * scale + shift;
         if constexpr (kResidual) v += get(residual + i, n);
         put(z + i, kRelu ? rectify<T>(v) : v, n);
@@ -113,7 +113,7 @@ void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const 
     for (int64_t start = 0; start < all; start += block) {
         const int64_t len = all - start < block ? all - start : block;
         Vec<T> a = {}, b = {};
-        for_each_vector<T>(len, [&](int64_t i, int n) {
+        for_each_vector<T>(len, [&](int64_t i, int n) REWIRE_BODY {
             const Vec<T> v = get(x + start + i, n);
             const Vec<T> g = passed(p, v, z, dz, more, start + i, n);
             if (to) put(to + start + i, g, n);
@@ -132,7 +132,7 @@ void norm_gradient(const NormGrad<T>& p, const double* sums, int64_t len, const 
                    const T* more, T* dx, T* dresidual) {
     const T mean_g = p.training ? T(sums[0] / double(p.len)) : T(0);
     const T mean_gx = p.training ? T(sums[1] / double(p.len)) * p.inverse_std : T(0);
-    for_each_vector<T>(len, [&](int64_t i, int n) {
+    for_each_vector<T>(len, [&](int64_t i, int n) REWIRE_BODY {
         const Vec<T> v = get(x + i, n);
         const Vec<T> g = passed(p, v, z, dz, more, i, n);
         if (dresidual) put(dresidual + i, g, n);

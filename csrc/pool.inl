@@ -19,14 +19,32 @@ struct BytesOf {
     typedef uint8_t type __attribute__((vector_size(kLanes<T>)));
 };
 
+// Compilers take bytes apart one by one where they are told to convert a vector of them.
+template <class T>
+REWIRE_INLINE typename IndexOf<T>::type load_taps(const uint8_t* p) {
+    using Index = typename IndexOf<T>::type;
+#if defined(REWIRE_AVX512)
+    if constexpr (sizeof(T) == 4) return (Index)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    return (Index)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
+#elif defined(REWIRE_AVX2)
+    if constexpr (sizeof(T) == 4) return (Index)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    int32_t four;
+    std::memcpy(&four, p, sizeof four);
+    return (Index)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
+#else
+    typename BytesOf<T>::type bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return __builtin_convertvector(bytes, Index);
+#endif
+}
+
+// The first n of them.
 template <class T>
 REWIRE_INLINE typename IndexOf<T>::type load_taps(const uint8_t* p, int n) {
-    typename BytesOf<T>::type bytes{};
-    if (n == kLanes<T>)
-        std::memcpy(&bytes, p, kLanes<T>);
-    else
-        for (int i = 0; i < n; i++) bytes[i] = p[i];
-    return __builtin_convertvector(bytes, typename IndexOf<T>::type);
+    if (n == kLanes<T>) return load_taps<T>(p);
+    uint8_t bytes[kLanes<T>] = {};
+    for (int i = 0; i < n; i++) bytes[i] = p[i];
+    return load_taps<T>(bytes);
 }
 
 template <class T>
@@ -97,7 +115,7 @@ void max_pool_as(const Pool& p, const Norm<T>* norms, int64_t row, const T* x, T
         for (int64_t c = 0; c < p.channels; c++) {
             const Norm<T> norm = kNorm ? norms[c] : Norm<T>{};
             const T* from = x + c * p.in.channel;
-            auto read = [&](int64_t i, int n) {
+            auto read = [&](int64_t i, int n) REWIRE_BODY {
                 const Vec<T> v = get(from + i, n);
                 if constexpr (!kNorm) return v;
                 const Vec<T> z = v * norm.scale + norm.shift;
@@ -106,7 +124,7 @@ void max_pool_as(const Pool& p, const Norm<T>* norms, int64_t row, const T* x, T
             for (int64_t w = 0; w < count; w++) {
                 const int64_t out = c * p.out.channel + row * p.out.row + (column + w) * p.batch;
                 const int first = windows.first[w], last = windows.first[w + 1];
-                for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                     Vec<T> best = read(windows.at[first] + i, n);
                     Index tap = Index{} + Element(windows.tap[first]);
                     for (int k = first + 1; k < last; k++) {
@@ -143,7 +161,7 @@ void max_pool_gradient_as(const Pool& p, const NormGrad<T>* norms, int64_t row, 
             Vec<T> total = {}, total_x = {};
             for (int64_t w = 0; w < count; w++) {
                 const int64_t in = c * p.in.channel + row * p.in.row + (column + w) * p.batch;
-                for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+                for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                     Vec<T> sum = {};
                     for (int k = windows.first[w]; k < windows.first[w + 1]; k++) {
                         const int64_t at = out + windows.at[k] + i;
@@ -196,7 +214,7 @@ void mean_pool(const Pool& p, const T* x, T* y) {
         for (int64_t ow = 0; ow < p.out_width; ow++, y += p.batch) {
             windows.of_outputs(p, oh, ow, 1);
             const Vec<T> scale = broadcast<T>(share<T>(p, oh, ow));
-            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                 Vec<T> sum = {};
                 for (int k = 0; k < windows.first[1]; k++) sum += get(x + windows.at[k] + i, n);
                 put(y + i, sum * scale, n);
@@ -210,7 +228,7 @@ void mean_pool_gradient(const Pool& p, const T* dy, T* dx) {
     for (int64_t h = 0; h < p.height; h++)
         for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
             windows.of_inputs(p, h, w, 1);
-            for_each_vector<T>(p.batch, [&](int64_t i, int n) {
+            for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                 Vec<T> sum = {};
                 for (int k = 0; k < windows.first[1]; k++) {
                     const int64_t at = windows.at[k], o = at / p.batch;

@@ -287,7 +287,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         }
         acc[i] = Vec<T>{};
     }
-    const auto entry = [&](const T* from, T w, Vec<T> dot) __attribute__((always_inline)) {
+    const auto entry = [&](const T* from, T w, Vec<T> dot) REWIRE_BODY {
         return dot_entry<T, V, P, kPart, kDst>(from, src_step, w, factor, acc, rest, dot);
     };
     for (int32_t r = 0; r < runs.count; r++) {

@@ -35,6 +35,7 @@ template <class T>
 constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
 
 #define REWIRE_INLINE inline __attribute__((always_inline))
+#define REWIRE_BODY __attribute__((always_inline))  // of a lambda
 
 template <class T>
 REWIRE_INLINE Vec<T> load(const T* p) {
