@@ -123,7 +123,7 @@ def is_panels(x: Tensor) -> bool:
     """Whether what one of our layers has made is in panels."""
     if x.dim() != 5:
         return False
-    return x.stride() == panel_strides(tuple(x.shape)) or x.transpose(1, 2).is_contiguous()
+    return x.stride() == panel_strides(x.shape) or x.transpose(1, 2).is_contiguous()
 
 
 def in_panels(x: Tensor) -> Tensor:
