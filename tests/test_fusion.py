@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fused import Net, assert_close, assert_same, marks, normal, plain, same_buffers
 from fused_changes import CHANGES
+from fused_images import IMAGES
 from fused_uses import USES
 from rewire import SparseLinear
 from rewire.nn.fusion import fuse
 
 pytestmark = marks
-BODIES = USES | CHANGES
+BODIES = USES | IMAGES | CHANGES
 
 
 @pytest.mark.parametrize("name", BODIES)

@@ -30,6 +30,8 @@ from rewire.nn.promises import (
     promise,
     running,
     settled,
+    thinned,
+    unthinned,
 )
 from rewire.nn.state import hooked
 from rewire.nn.taking import leave, take
@@ -123,6 +125,30 @@ def _max_pool2d(
     return None if pooled is None else kept(pooled, input)
 
 
+def _whole_mean(x: Tensor) -> Tensor | None:
+    """(N, C) means of images, where they are in panels."""
+    if type(x) is not Pending or len(x._state.shape) != 4 or not x._state.panels:
+        return None
+    with torch._C.DisableTorchFunction():
+        images = inner(x)
+        return pooling.mean(images) if layout.is_panels(images) else None
+
+
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Tensor | None:
+    wanted = dim if isinstance(dim, (tuple, list)) else ()
+    if kwargs or {d + 4 if d in (-1, -2) else d for d in wanted} != {2, 3} or len(wanted) != 2:
+        return None
+    found = _whole_mean(input)
+    return found if found is None or not keepdim else found[:, :, None, None]
+
+
+def _adaptive_avg_pool2d(input: Tensor, output_size: Any) -> Tensor | None:
+    found = _whole_mean(input) if output_size in (1, (1, 1), [1, 1]) else None
+    if found is not None:
+        return found[:, :, None, None]
+    return pooling.adaptive_avg_pool2d(settled(input), output_size)
+
+
 def _avg_pool2d(
     input: Tensor,
     kernel_size: Any,
@@ -134,7 +160,41 @@ def _avg_pool2d(
 ) -> Tensor | None:
     if ceil_mode or divisor_override is not None:
         return None
-    return pooling.avg_pool2d(input, kernel_size, stride, padding, count_include_pad)
+    sizes = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+    if sizes == tuple(input.shape[2:]) and padding in (0, (0, 0), [0, 0]):
+        found = _whole_mean(input)
+        if found is not None:
+            return found[:, :, None, None]
+    return pooling.avg_pool2d(settled(input), kernel_size, stride, padding, count_include_pad)
+
+
+def _pad(
+    input: Tensor, pad: Any, mode: str = "constant", value: float | None = None
+) -> Tensor | None:
+    around = tuple(pad)
+    if mode == "constant" and len(around) == 6 and not any(around[:4]) and min(around[4:]) >= 0:
+        found = unthinned(input)
+        if found is not None:
+            with torch._C.DisableTorchFunction():
+                return kept(pooling.thinned(*found, around[4:], value or 0.0), input)
+    return pooling.pad(settled(input), pad, mode, value)
+
+
+def _getitem(x: Tensor, index: Any) -> Tensor | None:
+    """Every so many rows and columns of images: the shortcut of a ResNet, which pads the channels next."""
+    if type(x) is not Pending or type(index) is not tuple or len(index) != 4:
+        return None
+    if any(
+        type(part) is not slice or part.start is not None or part.stop is not None for part in index
+    ):
+        return None
+    steps = [1 if part.step is None else part.step for part in index]
+    if any(type(step) is not int for step in steps) or steps[:2] != [1, 1] or min(steps) < 1:
+        return None
+    state = x._state
+    if steps == [1, 1, 1, 1] or state.result is not None:
+        return None
+    return thinned(x, (steps[2], steps[3])) if len(state.shape) == 4 and state.panels else None
 
 
 def _dropout(
@@ -161,12 +221,18 @@ _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
     F.max_pool2d: _max_pool2d,
     torch.max_pool2d: _max_pool2d,
     F.avg_pool2d: _avg_pool2d,
-    F.adaptive_avg_pool2d: pooling.adaptive_avg_pool2d,
-    F.pad: pooling.pad,
+    F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
+    torch.mean: _mean,
+    Tensor.mean: _mean,
+    F.pad: _pad,
+    Tensor.__getitem__: _getitem,
     F.dropout: _dropout,
     Tensor.view: _view,
 }
-_OF_PROMISES = {F.batch_norm, F.max_pool2d, torch.max_pool2d}
+_OF_PROMISES = {
+    *(F.batch_norm, F.max_pool2d, torch.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d),
+    *(torch.mean, Tensor.mean, F.pad, Tensor.__getitem__),
+}
 
 
 _IN_PLACE_OPERATORS = {

@@ -76,7 +76,7 @@ class Pending(torch.Tensor):
 
     def _rectify(self, in_place: bool) -> Tensor:
         state = self._state
-        if state.computed is not None:
+        if state.computed is not None or state.thinned is not None:
             return F.relu(self.settle(), inplace=in_place)
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
@@ -236,6 +236,40 @@ def kept(result: Tensor, source: Any) -> Tensor:
     if isinstance(pending, Pending):
         pending._state.computed = result
     return pending
+
+
+def thinned(image: Pending, steps: tuple[int, int]) -> Tensor:
+    """The promise of ``image[:, :, ::a, ::b]``: a view of the ordinary tensor, unless what is done to it
+    can be done in panels."""
+    state = image._state
+    shape = (
+        *state.shape[:2],
+        *(-(-size // step) for size, step in zip(state.shape[2:], steps, strict=True)),
+    )
+    reads = state.reads if state.computed is None else (state.computed,)
+
+    def view(rectify: bool, _: bool) -> Tensor:
+        assert not rectify
+        return state.settle()[:, :, :: steps[0], :: steps[1]]
+
+    pending = promise(shape, reads, view)
+    if isinstance(pending, Pending):
+        pending._state.thinned = state, steps
+    return pending
+
+
+def unthinned(x: Any) -> tuple[Tensor, tuple[int, int]] | None:
+    """The images in panels whose rows and columns ``x`` promises, and every which of them, if nobody has
+    asked for either as an ordinary tensor."""
+    state = x._state if isinstance(x, Pending) else None
+    if state is None or state.thinned is None or state.computed is not None:
+        return None
+    source, steps = state.thinned
+    if not state.undisturbed():
+        return None
+    state.check()
+    images = source.beside()
+    return (images, steps) if layout.is_panels(images) else None
 
 
 def running() -> bool:

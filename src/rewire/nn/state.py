@@ -49,6 +49,9 @@ class State:
     read_inside = False  # by a layer of ours, in panels
     twin_read = False  # so that a part of the gradient goes another way
     relay: Relay | None = None  # of the residual sum that was computed
+    thinned: tuple[State, tuple[int, int]] | None = (
+        None  # whose rows and columns this has, and every which
+    )
 
     def __init__(
         self,

@@ -196,6 +196,69 @@ class _Pad(torch.autograd.Function):
         return dy[ctx.inner], None, None
 
 
+class _Mean(torch.autograd.Function):
+    """Of images in panels, over all positions; batch-last (N, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.shape = tuple(x.shape)
+        return x.mean((2, 3)).transpose(0, 1).flatten(1).t()
+
+    @staticmethod
+    @recording.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        panels, channels, height, width, panel = ctx.shape
+        kernels = native.kernels(dy)
+        assert kernels is not None
+        dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy)
+        each = layout.to_batch_last(dy / (height * width)).t().view(channels, panels, panel)
+        dx.copy_(each.transpose(0, 1)[:, :, None, None])
+        return dx
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean over all positions of images in panels: (N, C)."""
+    result: Tensor = apply(_Mean, x)
+    return result
+
+
+class _Thinned(torch.autograd.Function):
+    """In panels: every so many rows and columns, between new channels."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, steps: tuple[int, int], around: tuple[int, int], value: float
+    ) -> Tensor:
+        kernels = native.kernels(x)
+        assert kernels is not None
+        some = x[:, :, :: steps[0], :: steps[1]]
+        panels, channels, *image = some.shape
+        shape = (panels, sum(around) + channels, *image)
+        y = native.empty(kernels, shape, layout.panel_strides(shape), x)
+        before, inner, after = y.split([around[0], channels, around[1]], 1)
+        before.fill_(value)
+        inner.copy_(some)
+        after.fill_(value)
+        ctx.shape, ctx.steps, ctx.before = tuple(x.shape), steps, around[0]
+        return y
+
+    @staticmethod
+    @recording.once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        kernels = native.kernels(dy)
+        assert kernels is not None
+        dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy).zero_()
+        some = dx[:, :, :: ctx.steps[0], :: ctx.steps[1]]
+        some.copy_(dy.narrow(1, ctx.before, ctx.shape[1]))
+        return dx, None, None, None
+
+
+def thinned(x: Tensor, steps: tuple[int, int], around: tuple[int, int], value: float) -> Tensor:
+    """``F.pad(x[:, :, ::a, ::b], (0, 0, 0, 0, before, after), value=value)`` of images in panels."""
+    result: Tensor = apply(_Thinned, x, steps, around, value)
+    return result
+
+
 def pad(
     x: Tensor, amounts: Any, mode: str = "constant", value: float | None = None
 ) -> Tensor | None:
