@@ -90,6 +90,14 @@ nb::ndarray<T> empty(const std::vector<size_t>& shape, const std::vector<int64_t
     return {static_cast<T*>(block->data), shape.size(), shape.data(), owner, strides.data()};
 }
 
+// How a layer reads the gradient of its output: where the rectified output z is positive, or with what it owes.
+template <class T>
+Reading<T> reading(int64_t channels, Address z, Address y, Address factors) {
+    if (!factors) return {nullptr, nullptr, false, at<T>(z)};
+    const T* f = at<T>(factors);
+    return {f, f + 2 * channels, false, nullptr, at<T>(y), f + channels};
+}
+
 template <class T>
 void define(nb::module_& m) {
     const auto free = nb::call_guard<nb::gil_scoped_release>();
@@ -112,23 +120,18 @@ void define(nb::module_& m) {
         input_gradient<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)},
                           at<T>(values), at<T>(dy), at<T>(dx), threads);
     }, free);
-    m.def("weight_gradient", [](const Geometry& g, Address ptr, Address indices, Address x, Address dy,
-                                Address grad, int threads) {
+    m.def("weight_gradient", [](const Geometry& g, Address ptr, Address indices, Address x, Address dy, Address z,
+                                Address y, Address factors, Address grad, Address bias, int threads) {
         weight_gradient<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(x), at<T>(dy),
-                           at<T>(grad), threads);
+                           reading<T>(g.out_channels, z, y, factors), at<T>(grad), at<T>(bias), threads);
     }, free);
     m.def("gradients", [](const Geometry& g, Address ptr, Address outputs, Address order, Address values,
                           Address x, const BatchNorm<T>* norm, Address normed, Address more, Address dy, Address z,
                           Address y, Address factors, Address dx, Address grad, Address bias, Address norm_weight,
                           Address norm_bias, Address norm_factors, Address rectified, int threads) {
-        Reading<T> reading;
-        reading.gate = at<T>(z);
-        if (factors) {
-            const int64_t channels = g.out_channels;
-            reading = {at<T>(factors), at<T>(factors) + 2 * channels, false, nullptr, at<T>(y), at<T>(factors) + channels};
-        }
         gradients<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
-                     at<T>(x), {norm, at<T>(normed), at<T>(more)}, at<T>(dy), reading,
+                     at<T>(x), {norm, at<T>(normed), at<T>(more)}, at<T>(dy),
+                     reading<T>(g.out_channels, z, y, factors),
                      {at<T>(dx), at<T>(grad), at<T>(bias), {at<T>(norm_weight), at<T>(norm_bias), at<T>(norm_factors)},
                       at<T>(rectified)},
                      threads);

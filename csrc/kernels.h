@@ -70,7 +70,8 @@ struct Reading {
 // With sums, the factor is the output of a rectifier or a batch norm: then dst is the gradient that passes the rectifier,
 // and sums[2*row] += dst. If `normed` is there it is a batch norm, sums[2*row + 1] += dst * (normed - mean[row]), and
 // either the factor is the batch norm's input, and read with a scale; or it is the sum of its output and something
-// else, and `more` is a gradient it has besides.
+// else, and `more` is a gradient it has besides. With sums and without dst, the factor is read as `reading` says (with
+// a gate, or plus another tensor), and sums[2*row] += it.
 template <class T>
 struct Dots {
     Entries entries;

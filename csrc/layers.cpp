@@ -223,14 +223,17 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
 
 template <class T>
 void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* x, const T* dy,
-                     T* grad, int threads) {
+                     const Reading<T>& reading, T* grad, T* bias, int threads) {
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
-    run_dots<T>(table, {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, {}, nullptr, nullptr, nullptr, nullptr},
-                {&pass}, {x},
-                g.out_channels, grad, nullptr, threads);
+    std::vector<double> sums(bias || !reading.plain() ? size_t(2 * g.out_channels) : 0);
+    run_dots<T>(table,
+                {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, reading, nullptr,
+                 sums.empty() ? nullptr : sums.data(), nullptr, nullptr},
+                {&pass}, {x}, g.out_channels, grad, nullptr, threads);
+    for (int64_t o = 0; bias && o < g.out_channels; o++) bias[o] = T(sums[size_t(2 * o)]);
 }
 
 template <class T>
@@ -314,8 +317,8 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
                              const BatchNorm<T>*, T*, bool, T*, T*, int);                                           \
     template void rectify_gradient<T>(const Table<T>&, const T*, const T*, T*, int64_t, int);                       \
     template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
-    template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, T*,     \
-                                     int);                                                                          \
+    template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*,         \
+                                     const Reading<T>&, T*, T*, int);                                               \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
                                const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
     template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, int64_t, int64_t, bool, T*, int);  \

@@ -46,10 +46,11 @@ template <class T>
 void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* dy,
                     T* dx, int threads);
 
-// grad[e] = sum over positions of dy times x, for the connections e of `by_output`.
+// grad[e] = sum over positions of dy times x, for the connections e of `by_output`. dy is read as said (as it is, with
+// a gate, or plus another tensor); `bias`, or null: receives its sum by channel.
 template <class T>
-void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, T* grad,
-                     int threads);
+void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, const Reading<T>&,
+                     T* grad, T* bias, int threads);
 
 // A batch norm before a layer. Where `summed`, the layer's input is a rectified sum of its output and something else;
 // then `input` is the batch norm's input, `more` another gradient of the sum, or null, and factors are asked for.

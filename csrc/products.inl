@@ -249,14 +249,15 @@ constexpr bool kPairs = true;
 constexpr bool kPairs = false;
 #endif
 
-// What the factor is: an input of which nothing is known, the output of a rectifier, or of a batch norm.
-enum class Input { any, rectified, normed };
+// What the factor is: an input of which nothing is known, the output of a rectifier, or of a batch norm; or something
+// that is to be read as said, and added up.
+enum class Input { any, rectified, normed, read };
 
 // What a row needs where dst is the gradient of what came before the factor, and the sums of that gradient.
 template <class T>
 struct BeforeRow {
     static constexpr int kRun = 64;  // vectors that are added up before they count as doubles
-    T scale = 0, shift = 0, mean = 0;
+    T scale = 0, shift = 0, mean = 0, other = 0;
     bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
     double total = 0, total_x = 0;
@@ -284,6 +285,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         read_soon<V>(p.factor + at);
         if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at);
         if (kInput == Input::normed && p.more) read_soon<V>(p.more + at);
+        if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at);
         if (kDst) write_soon<V>(p.dst + at);
     }
     Vec<T> factor[n], acc[n];
@@ -292,6 +294,17 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         if constexpr (kInput == Input::normed) {
             if (before.scaled) factor[i] = factor[i] * before.scale + before.shift;
             if (before.scaled && before.relu) factor[i] = rectify<T>(factor[i]);
+        }
+        if constexpr (kInput == Input::read) {
+            if (p.reading.gate)
+                factor[i] = L::get(p.reading.gate + here, dst_step, i, rest) <= Vec<T>{} ? Vec<T>{} : factor[i];
+            if (p.reading.other) {
+                const Vec<T> other = L::get(p.reading.other + here, dst_step, i, rest);
+                factor[i] = factor[i] * before.scale + (other * before.other + before.shift);
+            }
+            if constexpr (kPart)
+                for (int k = rest; i % V == V - 1 && k < kLanes<T>; k++) factor[i][k] = 0;
+            before.sum += factor[i];
         }
         acc[i] = Vec<T>{};
     }
@@ -357,7 +370,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
-        if (kInput != Input::normed && ptr[0] == ptr[taps]) {  // its factor need not be read
+        if (kInput != Input::normed && kInput != Input::read && ptr[0] == ptr[taps]) {  // its factor need not be read
             for (int64_t t = 0; kDst && t < count; t++) clear(p.dst + row * p.row, tiles[t]);
             continue;
         }
@@ -372,6 +385,12 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             before.mean = p.mean[row];
             before.relu = p.reading.relu;
         }
+        if constexpr (kInput == Input::read)
+            if (p.reading.other) {
+                before.scale = p.reading.scale[row];
+                before.shift = p.reading.shift[row];
+                before.other = p.reading.other_scale[row];
+            }
         for (int64_t t = 0; t < count; t++) {
             const Tile& tile = tiles[t];
             const Runs& runs = group.runs[t];
@@ -413,6 +432,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
 
 template <class T>
 void dots(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
+    if (p.sums && !p.dst) return dots_rows<T, false, Input::read>(p, tiles, count, row0, row1);
     if (p.sums)
         return p.normed ? dots_rows<T, true, Input::normed>(p, tiles, count, row0, row1)
                         : dots_rows<T, true, Input::rectified>(p, tiles, count, row0, row1);

@@ -98,7 +98,7 @@ REWIRE_INLINE void hold(Vec<T>& v) {
 constexpr int kAhead = 2048;
 template <int V, class T>
 REWIRE_INLINE void read_soon(const T* p) {
-    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + at, 0);
+    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + at, 0, 0);
 }
 template <int V, class T>
 REWIRE_INLINE void write_soon(T* p) {

@@ -136,14 +136,20 @@ def same_buffers(ours: nn.Module, theirs: nn.Module) -> None:
 
 
 def assert_same(
-    model: Any, x: Tensor | None = None, *, may_raise: bool = False, steps: int = 2
+    model: Any,
+    x: Tensor | None = None,
+    *,
+    may_raise: bool = False,
+    steps: int = 2,
+    leaf: bool = True,
 ) -> None:
-    """Outputs, gradients and buffers of the fused model are torch's, over a few steps."""
+    """Outputs, gradients (of the input, too, if it is a leaf) and buffers of the fused model are torch's,
+    over a few steps."""
     reference = plain(model)
     fuse(model)
     for step in range(steps):
         data = normal(8, 3, 6, 6, seed=20 + step) if x is None else x
-        inputs = [data.detach().clone().requires_grad_() for _ in range(2)]
+        inputs = [data.detach().clone().requires_grad_(leaf) for _ in range(2)]
         expected = tensors_in(reference(inputs[1]))
         try:
             results = tensors_in(model(inputs[0]))

@@ -33,6 +33,17 @@ def test_training_without_panels(name: str) -> None:
     assert_same(Net(BODIES[name]), may_raise=name in CHANGES)
 
 
+@pytest.mark.parametrize("batch", [8, 13])
+@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.filterwarnings(
+    "ignore:None of the inputs have requires_grad=True"
+)  # torch's checkpoints
+def test_data_without_gradients(name: str, batch: int) -> None:
+    """A first layer needs the gradients of its parameters alone."""
+    data = normal(batch, 3, 6, 6)
+    assert_same(Net(BODIES[name]), data, may_raise=name in CHANGES, steps=1, leaf=False)
+
+
 @pytest.mark.parametrize("name", BODIES)
 def test_evaluation(name: str) -> None:
     assert_same(Net(BODIES[name]).eval(), may_raise=name in CHANGES, steps=1)

@@ -257,14 +257,23 @@ def backward(
         dshift, factors = torch.empty_like(dscale), given.factors()
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
+    rest = (native.address(z), *map(native.address, owed or (None, None)))  # to be done to dy
+    if (
+        together and not needs[0]
+    ):  # a first layer: the input has few channels, and is read many times
+        kernels.weight_gradient(
+            *(geometry, topology.indptr.data_ptr(), topology.indices.data_ptr()),
+            *(x.data_ptr(), dy.data_ptr(), *rest),
+            *(dw.data_ptr(), db.data_ptr() if needs[2] else 0, threads),
+        )
+        return dx, dw, db, dscale, dshift
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
     if together:
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             None if given is None else given.kernel(kernels, source),
             *(0 if relay is None else source.data_ptr(), native.address(more), dy.data_ptr()),
-            *(native.address(z), *map(native.address, owed or (None, None))),
-            *(dx.data_ptr() if needs[0] else 0, dw.data_ptr(), db.data_ptr() if needs[2] else 0),
+            *(*rest, dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
             *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors)),
             *(native.address(sums), threads),
         )
@@ -313,7 +322,7 @@ def gradient_at(
         geometry, _ = geometry_of(conv, tuple(x.shape), n_out)
         kernels.weight_gradient(
             *(geometry, indptr.data_ptr(), indices.data_ptr(), x.data_ptr(), dy.data_ptr()),
-            *(grad.data_ptr(), native.threads()),
+            *(0, 0, 0, grad.data_ptr(), 0, native.threads()),
         )
     if order is None:
         return grad

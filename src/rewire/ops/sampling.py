@@ -344,7 +344,7 @@ def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tenso
         geometry, _ = products.geometry_of(conv, tuple(x.shape), dy.shape[1])
         kernels.weight_gradient(
             *(geometry, rows.indptr.data_ptr(), rows.indices.data_ptr()),
-            *(x.data_ptr(), dy.data_ptr(), grad.data_ptr(), native.threads()),
+            *(x.data_ptr(), dy.data_ptr(), 0, 0, 0, grad.data_ptr(), 0, native.threads()),
         )
     return grad
 
