@@ -175,7 +175,7 @@ Plan forward_plan(const Geometry& g, int panel, int64_t connections) {
     Axis h = forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh);
     const Shifts rows = h.shifts();
     return Plan(std::move(h), forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), rows, g.in_channels,
-                g.out_width, g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T), connections);
+                g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T), connections);
 }
 
 // One pass for each set of input positions that share their taps: one where the stride is 1. The first has the
@@ -190,7 +190,7 @@ std::vector<Plan> backward_plans(const Geometry& g, int panel, int64_t connectio
     std::vector<Plan> plans;
     for (const Axis& h : down)
         for (const Axis& w : across)
-            plans.emplace_back(h, w, rows, g.out_channels, g.width, g.batch, g.panel ? g.panel : panel, output(g),
+            plans.emplace_back(h, w, rows, g.out_channels, g.batch, g.panel ? g.panel : panel, output(g),
                                input(g), sizeof(T), connections);
     return plans;
 }

@@ -52,14 +52,13 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
     return axis;
 }
 
-Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
+Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, int64_t panel_,
            Memory from_, Memory to_, int64_t element, int64_t connections)
     : h(std::move(h_)),
       w(std::move(w_)),
       channels(channels_),
       height(h.source),
       width(w.source),
-      out_width(out_width_),
       batch(batch_),
       panel(panel_),
       from(from_),
@@ -96,6 +95,10 @@ int64_t Plan::bands() const {
     return std::max<int64_t>(1, std::min(h.count / least, (32 + panels() - 1) / panels()));
 }
 
+std::pair<int64_t, int64_t> Plan::place(int64_t k, int64_t count) const {
+    return to.panels ? std::pair{k % count, k / count * panel} : std::pair{k / panels(), k % panels() * panel};
+}
+
 std::vector<Tile> Plan::columns() const {
     std::vector<Tile> tiles;
     for (int64_t j = 0; j < w.count; j++) {
@@ -121,18 +124,18 @@ std::vector<Tile> Plan::cut() const {
     // Where a panel is wider than the batch, neighbouring positions are one run of elements.
     const bool join = batch < panel && w.stride == 1 && w.every == 1;
     for (int64_t k = 0; k < panels() * h.count; k++) {
-        const int64_t i = to.panels ? k % h.count : k / panels(), n = (to.panels ? k / h.count : k % panels()) * panel;
-            for (Tile tile : row) {
-                h.valid(i, tile.kh0, tile.kh1);
-                tile.dst += (h.first + i * h.every) * to.rows * to.lane + n * to.columns;
-                tile.src += i * h.stride * from.rows * from.lane + n * from.columns;
-                tile.len = int32_t(std::min(panel, batch - n));
-                if (join) {
-                    tile.len = int32_t(tile.count * batch);
-                    tile.count = 1;
-                }
-                tiles.push_back(tile);
+        const auto [i, n] = place(k, h.count);
+        for (Tile tile : row) {
+            h.valid(i, tile.kh0, tile.kh1);
+            tile.dst += (h.first + i * h.every) * to.rows * to.lane + n * to.columns;
+            tile.src += i * h.stride * from.rows * from.lane + n * from.columns;
+            tile.len = int32_t(std::min(panel, batch - n));
+            if (join) {
+                tile.len = int32_t(tile.count * batch);
+                tile.count = 1;
             }
+            tiles.push_back(tile);
+        }
     }
     return tiles;
 }

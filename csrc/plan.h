@@ -3,6 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "layers.h"
@@ -52,7 +53,6 @@ struct Memory {
 struct Plan {
     Axis h, w;
     int64_t channels, height, width;  // of the source
-    int64_t out_width;                // of the plane that is computed
     int64_t batch, panel;             // columns of the batch, and how many are taken at once
     Memory from, to;                  // the source, and what is computed
     Mode mode;
@@ -60,7 +60,7 @@ struct Plan {
     int64_t origin = 0, window_rows = 0;  // the lowest of them; rows a window holds
 
     // `connections` that each read the source in one pass over it, or -1 if it has to be packed to be read at all.
-    Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t out_width_, int64_t batch_, int64_t panel_,
+    Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, int64_t panel_,
          Memory from_, Memory to_, int64_t element, int64_t connections);
 
     int64_t panels() const { return (batch + panel - 1) / panel; }
@@ -68,7 +68,7 @@ struct Plan {
     int64_t runs() const { return channels * (from.panels ? panels() * height : 1); }
     int64_t run() const { return (from.panels ? width : height * width) * from.lane; }
     bool packed() const { return mode == Mode::window; }
-    // Positions from one column, row and channel to the next where the source is read.
+    // Where the source is read: elements from one position to the next, positions from one row or channel to the next.
     int64_t step() const { return packed() ? panel : from.lane; }
     int64_t row() const { return !packed() ? from.rows : width > 1 ? width + 1 : width; }
     int64_t plane() const { return packed() ? window_rows * row() : from.channels; }
@@ -79,6 +79,9 @@ struct Plan {
     int64_t rows_at_once() const;
     // A task is a band of rows of one panel, unless the mode is direct.
     int64_t bands() const;
+    // The k-th of all rows (or bands of rows, `count` in an image) of all panels, in the order in which they are written,
+    // so that each thread writes to a place of its own: which it is, and the first column of its panel.
+    std::pair<int64_t, int64_t> place(int64_t k, int64_t count) const;
     // One row of the plane: the runs of columns that share their taps.
     std::vector<Tile> columns() const;
     // The tiles of the direct mode.

@@ -158,9 +158,8 @@ class Sweep {
 
     template <class Body>
     void slide(int64_t task, double* totals, Body&& body) const {
-        const int64_t bands = plan_.bands(), panels = plan_.panels();
-        const int64_t band = plan_.to.panels ? task % bands : task / panels;
-        const int64_t n = (plan_.to.panels ? task / bands : task % panels) * plan_.panel;
+        const int64_t bands = plan_.bands();
+        const auto [band, n] = plan_.place(task, bands);
         const int64_t first = plan_.h.count * band / bands;
         // The band before has read up to here.
         const int64_t own = band ? (first - 1) * plan_.h.stride + plan_.rows.highest + 1 : 0;

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from fused import Body, Doubled
 
@@ -61,6 +62,43 @@ def _padded_then_changed(m: Any, x: Tensor) -> list[Tensor]:
     return [padded, half * 1, y * 1]
 
 
+def _rectified_after(m: Any, x: Tensor) -> list[Tensor]:
+    """In place, by what may become another promise."""
+    y = m.bn(m.conv(x))
+    half = _half(y)
+    F.relu_(y)
+    return [F.pad(half, CHANNELS), half * 1]
+
+
+def _added_after(m: Any, x: Tensor) -> list[Tensor]:
+    z = m.conv(x)
+    y = m.bn(m.conv2(z))
+    half = _half(y)
+    y += z
+    F.relu_(y)
+    return [half * 1, F.pad(half, CHANNELS), y * 1]
+
+
+def _functions(m: Any, x: Tensor) -> Tensor:
+    """Those of a user's own see no promise; whole and halves have readers besides."""
+    y = m.bn(m.conv(x))
+    return Doubled.apply(_half(y)).sum() + Doubled.apply(_half(y)).sum() + m.conv2(y).sum()
+
+
+def _functions_of_what_is_there(m: Any, x: Tensor) -> Tensor:
+    y = _sum(m, x)
+    z = m.conv2(y)
+    return Doubled.apply(_half(y)).sum() + z.sum()
+
+
+def _checkpointed(m: Any, x: Tensor) -> Tensor:
+    y = _block(m, x)
+    half = _half(y)
+    doubled = checkpoint(lambda t: t * 2, half, use_reentrant=True)
+    assert isinstance(doubled, Tensor)
+    return doubled.sum() + m.conv2(y).sum()
+
+
 def _hooked(m: Any, x: Tensor) -> Tensor:
     half = _half(_block(m, x))
     half.register_hook(lambda gradient: 3 * gradient)
@@ -112,6 +150,11 @@ IMAGES: dict[str, Body] = {
     "half_recorded_later": _recorded_later,
     "half_of_a_whole_that_changes": _changed_after,
     "half_padded_of_a_whole_that_changed": _changed_before_padding,
+    "half_of_a_whole_that_is_rectified": _rectified_after,
+    "half_of_a_whole_that_grows": _added_after,
+    "halves_into_functions": _functions,
+    "half_of_what_is_there_into_a_function": _functions_of_what_is_there,
+    "half_checkpointed": _checkpointed,
     "half_that_changes": _changed_itself,
     "half_that_changes_after_padding": _padded_then_changed,
     "mean_of_a_layer": lambda m, x: m.conv(x).mean((2, 3)),
@@ -126,6 +169,9 @@ IMAGES: dict[str, Body] = {
     "mean_by_pooling": lambda m, x: F.avg_pool2d(_sum(m, x), x.shape[2:]).flatten(1),
     "mean_by_padded_pooling": lambda m, x: F.avg_pool2d(m.conv(x), x.shape[-1], padding=1),
     "mean_by_adaptive_pooling": lambda m, x: F.adaptive_avg_pool2d(_sum(m, x), (1, 1)),
+    "mean_rectified_in_place": lambda m, x: F.relu_(F.adaptive_avg_pool2d(m.bn(m.conv(x)), 1)),
+    "mean_changed": lambda m, x: m.conv(x).mean((2, 3)).add_(1).mul_(2),
+    "mean_by_pooling_changed": lambda m, x: F.avg_pool2d(_block(m, x), x.shape[2:]).sub_(0.1),
     "mean_and_half": lambda m, x: (lambda y: [y.mean((2, 3)), F.pad(_half(y), CHANNELS)])(
         _sum(m, x)
     ),

@@ -198,7 +198,7 @@ def test_hooks_that_would_never_be_called_are_refused(hook: str) -> None:
         return out
 
     sparse, dense = pair(late)
-    with pytest.raises(RuntimeError, match="before the next layer"):
+    with pytest.raises(RuntimeError, match="register hooks before it is used"):
         sparse(inputs()[0])
     rewire.nn.fusion.unfuse(sparse)
     torch.testing.assert_close(sparse(inputs()[0]), dense(inputs()[0]))

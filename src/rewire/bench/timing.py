@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -55,8 +56,8 @@ def interleaved(
 ) -> dict[K, Timing]:
     """Time functions in turns.
 
-    A function that is faster than ``sample`` is called several times for each sample. Which one goes
-    first changes from round to round, and each makes a call that is not timed before each sample: it
+    A function that is faster than ``sample`` is called several times for each sample. Their order
+    changes from round to round, and each makes a call that is not timed before each sample: it
     should not pay for the caches, or the threads still spinning, that another has left. A layer runs
     after its like, and a training step after another. Python's garbage collector is off meanwhile.
 
@@ -82,8 +83,7 @@ def interleaved(
         for turn in range(rounds):
             if turn >= _ENOUGH and time.perf_counter() - start > patience:
                 break
-            first = turn % max(1, len(names))
-            for name in (*names[first:], *names[:first]):
+            for name in random.Random(turn).sample(names, len(names)):
                 function, calls = functions[name], inner[name]
                 function()
                 samples[name].append(_seconds(function, calls))

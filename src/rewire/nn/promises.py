@@ -76,7 +76,7 @@ class Pending(torch.Tensor):
 
     def _rectify(self, in_place: bool) -> Tensor:
         state = self._state
-        if state.computed is not None or state.thinned is not None:
+        if state.computed is not None or state.thinned is not None or (in_place and state.viewed):
             return F.relu(self.settle(), inplace=in_place)
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
@@ -111,6 +111,8 @@ class Pending(torch.Tensor):
         state = self._state
         if state.add is None or state.computed is not None or not isinstance(other, Tensor):
             return NotImplemented
+        if in_place and state.viewed:
+            return NotImplemented
         with torch._C.DisableTorchFunction():
             if other.shape != state.shape or other.dtype != state.reads[0].dtype:
                 return NotImplemented
@@ -140,8 +142,8 @@ class Pending(torch.Tensor):
             state = first._state
             if state.read_behind:
                 raise RuntimeError(
-                    "a layer has read this batch norm's output without its ever being computed, so no "
-                    "gradient will come by here: register hooks before the next layer is called"
+                    "this was read by way of what it is made of, and never computed, so no gradient will "
+                    "come by here: register hooks before it is used"
                 )
             if state.read_inside:
                 if func is Tensor.register_hook:
@@ -255,6 +257,7 @@ def thinned(image: Pending, steps: tuple[int, int]) -> Tensor:
     pending = promise(shape, reads, view)
     if isinstance(pending, Pending):
         pending._state.thinned = state, steps
+        state.viewed = True
     return pending
 
 
@@ -269,7 +272,8 @@ def unthinned(x: Any) -> tuple[Tensor, tuple[int, int]] | None:
         return None
     state.check()
     images = source.beside()
-    return (images, steps) if layout.is_panels(images) else None
+    state.read_behind = layout.is_panels(images)
+    return (images, steps) if state.read_behind else None
 
 
 def running() -> bool:

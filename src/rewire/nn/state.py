@@ -45,13 +45,14 @@ class State:
     twin: Tensor | None = None  # of what was computed
     result: Tensor | None = None
     replaced = False
-    read_behind = False  # by a layer that does the batch norm itself
+    read_behind = False  # by a layer that does the batch norm itself, or takes the rows and columns
     read_inside = False  # by a layer of ours, in panels
     twin_read = False  # so that a part of the gradient goes another way
     relay: Relay | None = None  # of the residual sum that was computed
     thinned: tuple[State, tuple[int, int]] | None = (
-        None  # whose rows and columns this has, and every which
+        None  # every which row and column of whose this is
     )
+    viewed = False  # by such a promise
 
     def __init__(
         self,
@@ -171,17 +172,30 @@ class State:
     def _read(self, result: Tensor) -> Tensor:
         self.owed.readers += 1
         if self.grad_mode and not torch.is_grad_enabled():
-            # Perhaps inside an autograd function, whose gradient comes by way of the promise: then what
-            # computes the result may run twice in one backward pass.
-            if self.leaves is not None:
-                self.leaves.readers += 1
-            for relay in filter(None, map(relay_of, self.reads)):
-                relay.hidden = True
+            self._hide()
         return result
+
+    def _hide(self) -> None:
+        """Perhaps this is read inside an autograd function, whose gradient comes by way of the promise:
+        then what computes the result may run twice in one backward pass."""
+        if self.leaves is not None:
+            self.leaves.readers += 1
+        for relay in filter(None, map(relay_of, self.reads)):
+            relay.hidden = True
+        if self.thinned is not None:
+            self.thinned[0]._hide()
 
     def again(self) -> Tensor:
         """The result with a graph of its own: that of the other may be gone in a backward pass."""
         if self.result is not None and _version(self.result):
             return self.settle()
         self.check()
+        if self.thinned is not None:
+            source, (down, across) = self.thinned
+            there = self.reads[0] if self.reads[0] is source.computed else None
+            return self._then(
+                lambda: (source.again() if there is None else source.ordinary(there))[
+                    :, :, ::down, ::across
+                ]
+            )
         return self._then(lambda: self.ordinary(self.compute(False, False)))

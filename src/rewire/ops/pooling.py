@@ -201,8 +201,10 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.shape = tuple(x.shape)
-        return x.mean((2, 3)).transpose(0, 1).flatten(1).t()
+        panels, channels, *_, panel = ctx.shape = tuple(x.shape)
+        y = layout.empty((panels * panel, channels), x)
+        y.t().view(channels, panels, panel).copy_(x.mean((2, 3)).transpose(0, 1))
+        return y
 
     @staticmethod
     @recording.once_differentiable
