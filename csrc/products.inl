@@ -93,22 +93,26 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
 template <class T, bool kOne>
 REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
                               T start) {
-    constexpr int n = 8;
+    constexpr int lanes = kLanes<T>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
-    const int64_t step = kOne ? 1 : p.step;
-    T acc[n] = {start};
+    Vec<T> acc[2] = {};
+    T rest = start;
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
-        for (; e + n <= end; e += n)
-#pragma GCC unroll 8
-            for (int q = 0; q < n; q++) acc[q] += weight[e + q] * src[offset[e + q] * step];
-        for (; e < end; e++) acc[0] += weight[e] * src[offset[e] * step];
+        for (; kOne && e + 2 * lanes <= end; e += 2 * lanes)
+#pragma GCC unroll 2
+            for (int q = 0; q < 2; q++)
+                acc[q] += load<T>(weight + e + q * lanes) * gather(src, offset + e + q * lanes, lanes);
+        for (; kOne && e < end; e += lanes) {
+            const int some = end - e < lanes ? end - e : lanes;
+            acc[0] += load_part(weight + e, some) * gather(src, offset + e, some);
+        }
+        for (; e < end; e++) rest += weight[e] * src[offset[e] * p.step];
     }
-    for (int width = n / 2; width; width /= 2)
-        for (int q = 0; q < width; q++) acc[q] += acc[q + width];
-    *dst = p.relu && acc[0] < 0 ? T(0) : acc[0];
+    const T sum = rest + sum_lanes<T>(acc[0] + acc[1]);
+    *dst = p.relu && sum < 0 ? T(0) : sum;
 }
 
 // Adds what a row has just written, while it is in the nearest cache.

@@ -155,17 +155,37 @@ REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {
 }
 #endif
 
-// The sum of all lanes, always in the same order.
-template <class T>
-REWIRE_INLINE T sum_lanes(Vec<T> v) {
-    T part[kLanes<T>];
-    store(part, v);
-    for (int width = kLanes<T> / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+// from[at[0]], from[at[1]], ..., the first n of them and zeros behind; nothing past at + n is read.
+#if defined(REWIRE_AVX512)
+REWIRE_INLINE Vec<float> gather(const float* from, const int32_t* at, int n) {
+    const auto some = (__mmask16)((1u << n) - 1);
+    return (Vec<float>)_mm512_mask_i32gather_ps(_mm512_setzero_ps(), some, _mm512_maskz_loadu_epi32(some, at), from, 4);
 }
+REWIRE_INLINE Vec<double> gather(const double* from, const int32_t* at, int n) {
+    const auto some = (__mmask8)((1u << n) - 1);
+    return (Vec<double>)_mm512_mask_i32gather_pd(_mm512_setzero_pd(), some, _mm256_maskz_loadu_epi32(some, at), from, 8);
+}
+#elif defined(REWIRE_AVX2)
+REWIRE_INLINE Vec<float> gather(const float* from, const int32_t* at, int n) {
+    const __m256i some = first_lanes(n, 0.0f);
+    return (Vec<float>)_mm256_mask_i32gather_ps(_mm256_setzero_ps(), from, _mm256_maskload_epi32(at, some),
+                                                _mm256_castsi256_ps(some), 4);
+}
+REWIRE_INLINE Vec<double> gather(const double* from, const int32_t* at, int n) {
+    const __m128i four = _mm_cmpgt_epi32(_mm_set1_epi32(n), _mm_setr_epi32(0, 1, 2, 3));
+    return (Vec<double>)_mm256_mask_i32gather_pd(_mm256_setzero_pd(), from, _mm_maskload_epi32(at, four),
+                                                 _mm256_castsi256_pd(first_lanes(n, 0.0)), 8);
+}
+#else
+template <class T>
+REWIRE_INLINE Vec<T> gather(const T* from, const int32_t* at, int n) {
+    Vec<T> v{};
+    for (int i = 0; i < n; i++) v[i] = from[at[i]];
+    return v;
+}
+#endif
 
-// sums[q] += the sum of the lanes of v[q], q = 0..3.
+// The sum of all lanes, always in the same order: halves, then halves of these.
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
 #if defined(REWIRE_AVX512)
 REWIRE_INLINE __m256 half(Vec<float> v) {
@@ -181,6 +201,34 @@ REWIRE_INLINE __m256d half(Vec<double> v) {
 REWIRE_INLINE __m256 half(Vec<float> v) { return (__m256)v; }
 REWIRE_INLINE __m256d half(Vec<double> v) { return (__m256d)v; }
 #endif
+template <class T>
+REWIRE_INLINE T sum_lanes(Vec<T> v);
+template <>
+REWIRE_INLINE float sum_lanes<float>(Vec<float> v) {
+    const __m256 h = half(v);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 two = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+template <>
+REWIRE_INLINE double sum_lanes<double>(Vec<double> v) {
+    const __m256d h = half(v);
+    const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
+    return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
+}
+#else
+template <class T>
+REWIRE_INLINE T sum_lanes(Vec<T> v) {
+    T part[kLanes<T>];
+    store(part, v);
+    for (int width = kLanes<T> / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) part[i] += part[i + width];
+    return part[0];
+}
+#endif
+
+// sums[q] += the sum of the lanes of v[q], q = 0..3.
+#if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
 REWIRE_INLINE void add_sums(float* sums, const Vec<float> (&v)[4]) {
     __m256 a = _mm256_hadd_ps(half(v[0]), half(v[1])), b = _mm256_hadd_ps(half(v[2]), half(v[3]));
     __m256 c = _mm256_hadd_ps(a, b);
