@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import gc
 import hashlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -72,6 +74,19 @@ class Alone:
                 raise RuntimeError(f"{problem}: {name} differs on rank {ranks} from rank 0")
 
 
+_finished: deque[Any] = deque(maxlen=4)
+
+
+def finish(message: Any) -> None:
+    """Wait for a message that was sent with ``async_op=True``, and keep it for a while.
+
+    Whoever drops it last frees its tensors. A thread of gloo that does so while the interpreter ends
+    cannot have the interpreter's lock any more, and aborts the process.
+    """
+    message.wait()
+    _finished.append(message)
+
+
 class Group(Alone):
     """One of several processes, over ``torch.distributed``; nccl is untested."""
 
@@ -84,7 +99,7 @@ class Group(Alone):
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         rows = [torch.empty_like(mine) for _ in range(self.world)]
-        dist.all_gather(rows, mine, group=self.group)
+        finish(dist.all_gather(rows, mine, group=self.group, async_op=True))
         self._count(mine)
         return [row.tolist() for row in rows]
 
@@ -93,7 +108,7 @@ class Group(Alone):
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):  # one message for each
             mine = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
             flat = torch.cat([self._here(tensors[i]).flatten() for i in mine])
-            dist.all_reduce(flat, group=self.group)
+            finish(dist.all_reduce(flat, group=self.group, async_op=True))
             self._count(flat)
             parts = flat.split([tensors[i].numel() for i in mine])
             for i, part in zip(mine, parts, strict=True):
@@ -102,7 +117,7 @@ class Group(Alone):
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         sent = self._here(tensor.detach()).contiguous().clone()
-        dist.broadcast(sent, group_src=source, group=self.group)
+        finish(dist.broadcast(sent, group_src=source, group=self.group, async_op=True))
         self._count(sent)
         return sent.to(tensor.device)
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rewire import communication
-from rewire.communication import END, Alone, Group
+from rewire.communication import END, Alone, Group, finish
 from rewire.connections import Connections
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.sparse import SparseLayer
@@ -326,7 +326,7 @@ class Parallel:
         if bucket.work is None or bucket.flat is None:
             return
         try:
-            bucket.work.wait()
+            finish(bucket.work)
         except RuntimeError as error:
             raise RuntimeError(
                 f"averaging gradients over {self.world} processes failed on rank {self.rank}: another "
