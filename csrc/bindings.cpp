@@ -78,13 +78,15 @@ nb::ndarray<T> empty(const std::vector<size_t>& shape, const std::vector<int64_t
     struct Block {
         void* data;
         size_t bytes;
+        bool panels;
     };
+    const bool panels = shape.size() == 5;
     size_t bytes = sizeof(T);
     for (const size_t n : shape) bytes *= n;
-    auto* block = new Block{take_memory(bytes), bytes};
+    auto* block = new Block{take_memory(bytes, panels), bytes, panels};
     const nb::capsule owner(block, [](void* p) noexcept {
         auto* mine = static_cast<Block*>(p);
-        give_memory(mine->data, mine->bytes);
+        give_memory(mine->data, mine->bytes, mine->panels);
         delete mine;
     });
     return {static_cast<T*>(block->data), shape.size(), shape.data(), owner, strides.data()};

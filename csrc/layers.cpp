@@ -204,7 +204,8 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr},
+               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr,
+                plan.ahead(sizeof(T))},
                plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
@@ -216,7 +217,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
                    {offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
-                    nullptr},
+                    nullptr, plan.ahead(sizeof(T))},
                    plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     }
 }
@@ -226,12 +227,12 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
                      const Reading<T>& reading, T* grad, T* bias, int threads) {
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
-    const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
+    const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane, ahead = plan.ahead(sizeof(T));
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
     std::vector<double> sums(bias || !reading.plain() ? size_t(2 * g.out_channels) : 0);
     run_dots<T>(table,
                 {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, reading, nullptr,
-                 sums.empty() ? nullptr : sums.data(), nullptr, nullptr},
+                 sums.empty() ? nullptr : sums.data(), nullptr, nullptr, ahead},
                 {&pass}, {x}, g.out_channels, grad, nullptr, threads);
     for (int64_t o = 0; bias && o < g.out_channels; o++) bias[o] = T(sums[size_t(2 * o)]);
 }
@@ -258,7 +259,7 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         run_dots<T>(table,
                     {{}, nullptr, nullptr, plan.step(), x, out.dx, plan.to.channels * plan.to.lane, nullptr,
                      factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
-                     !norm ? nullptr : before.summed() ? before.input : x, before.more},
+                     !norm ? nullptr : before.summed() ? before.input : x, before.more, plan.ahead(sizeof(T))},
                     some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
     };
     if (passes.front().plan.mode != Mode::direct) {  // all of them read the same rows

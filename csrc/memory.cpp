@@ -28,6 +28,7 @@ std::size_t rounded(std::size_t bytes) {
 struct Cache {
     struct Block {
         std::size_t bytes;
+        bool panels;
         void* data;
     };
     std::mutex mutex;
@@ -37,8 +38,9 @@ struct Cache {
     std::size_t limit() const { return peak + std::max(peak / 4, kSlack); }
 
     // Of this size, the last one that was given back: it may still be in the processor's cache.
-    void* find(std::size_t bytes) {
-        const auto last = std::find_if(blocks.rbegin(), blocks.rend(), [&](const Block& b) { return b.bytes == bytes; });
+    void* find(std::size_t bytes, bool panels) {
+        const auto last = std::find_if(blocks.rbegin(), blocks.rend(),
+                                       [&](const Block& b) { return b.bytes == bytes && b.panels == panels; });
         if (last == blocks.rend()) return nullptr;
         void* const data = last->data;
         blocks.erase(std::next(last).base());
@@ -72,11 +74,11 @@ Cache& cache() {
 
 }  // namespace
 
-void* take_memory(std::size_t bytes) {
+void* take_memory(std::size_t bytes, bool panels) {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
-    void* data = c.find(bytes);
+    void* data = c.find(bytes, panels);
     if (!data) {
         c.make_room(bytes);
         data = allocate_pages(bytes, bytes >= kHugePage);
@@ -86,13 +88,13 @@ void* take_memory(std::size_t bytes) {
     return data;
 }
 
-void give_memory(void* data, std::size_t bytes) {
+void give_memory(void* data, std::size_t bytes, bool panels) {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
     c.used -= bytes;
     c.kept += bytes;
-    c.blocks.push_back({bytes, data});
+    c.blocks.push_back({bytes, panels, data});
 }
 
 std::size_t empty_cache() {

@@ -14,6 +14,9 @@ constexpr int64_t kNear = 4 << 20;       // and of a source that comes from near
 constexpr int64_t kFew = 24, kFewNear = 64, kFewInPieces = 8;
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
+constexpr int64_t kSmallImage = 16;      // positions of an image that threads had better not share
+constexpr int64_t kAhead = 2048;         // bytes from what is written to what is asked for
+
 }  // namespace
 
 void Axis::valid(int64_t i, int32_t& begin, int32_t& end) const {
@@ -90,13 +93,24 @@ int64_t Plan::rows_at_once() const {
     return std::max<int64_t>(1, std::min(held, kAtOnce / std::max<int64_t>(1, w.count)));
 }
 
+bool Plan::by_channel() const {
+    return mode == Mode::direct && !from.panels && !to.panels && to.channels > 1 && to.channels <= kSmallImage;
+}
+
+int64_t Plan::ahead(int64_t element) const {
+    // In batch-last memory the next rows of a channel can be another thread's, and asking for them would take them away;
+    // then it is the next channel.
+    const int64_t next = to.panels || by_channel() ? 0 : to.channels * to.lane;
+    return std::max(kAhead / element, next);
+}
+
 int64_t Plan::bands() const {
     const int64_t least = 4 * std::max<int64_t>(1, (rows.highest - rows.lowest) / std::max<int64_t>(1, h.stride));
     return std::max<int64_t>(1, std::min(h.count / least, (32 + panels() - 1) / panels()));
 }
 
 std::pair<int64_t, int64_t> Plan::place(int64_t k, int64_t count) const {
-    return to.panels ? std::pair{k % count, k / count * panel} : std::pair{k / panels(), k % panels() * panel};
+    return to.panels || from.panels ? std::pair{k % count, k / count * panel} : std::pair{k / panels(), k % panels() * panel};
 }
 
 std::vector<Tile> Plan::columns() const {

@@ -57,7 +57,7 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
     const int64_t step = p.step;
-    for (int q = 0; q < P; q++) write_soon<V>(dst + q * dst_step);
+    for (int q = 0; q < P; q++) write_soon<V>(dst + q * dst_step, p.ahead);
     Vec<T> acc[V * P];
     for (int i = 0; i < V * P; i++) acc[i] = broadcast<T>(start);
     Vec<T> other[V * P] = {};  // every second entry: one sum alone waits for its own last addition
@@ -286,11 +286,11 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
     T* grad = p.grad;
     for (int q = 0; q < P; q++) {
         const int64_t at = here + q * dst_step;
-        read_soon<V>(p.factor + at);
-        if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at);
-        if (kInput == Input::normed && p.more) read_soon<V>(p.more + at);
-        if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at);
-        if (kDst) write_soon<V>(p.dst + at);
+        read_soon<V>(p.factor + at, p.ahead);
+        if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at, p.ahead);
+        if (kInput == Input::normed && p.more) read_soon<V>(p.more + at, p.ahead);
+        if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at, p.ahead);
+        if (kDst) write_soon<V>(p.dst + at, p.ahead);
     }
     Vec<T> factor[n], acc[n];
     for (int i = 0; i < n; i++) {

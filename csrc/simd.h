@@ -93,16 +93,15 @@ REWIRE_INLINE void hold(Vec<T>& v) {
 #endif
 }
 
-// Has what lies `kAhead` bytes behind V vectors brought near: layers go through activations in order, but stop for their
-// products so often that the processor does not see it.
-constexpr int kAhead = 2048;
+// Has what lies `ahead` elements behind V vectors brought near: layers go through activations in order, but stop for
+// their products so often that the processor does not see it.
 template <int V, class T>
-REWIRE_INLINE void read_soon(const T* p) {
-    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(p) + kAhead + at, 0, 0);
+REWIRE_INLINE void read_soon(const T* p, int64_t ahead) {
+    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(p + ahead) + at, 0, 0);
 }
 template <int V, class T>
-REWIRE_INLINE void write_soon(T* p) {
-    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<char*>(p) + kAhead + at, 1);
+REWIRE_INLINE void write_soon(T* p, int64_t ahead) {
+    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<char*>(p + ahead) + at, 1);
 }
 
 // max(v, 0) that lets NaN through, as torch's relu does.

@@ -119,7 +119,7 @@ class Sweep {
         }
         tiles_ = {plan_.cut()};
         const int64_t tiles = int64_t(tiles_.front().size());  // some of them in each task, if there are enough
-        tasks_ = std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));
+        tasks_ = plan_.by_channel() ? 1 : std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));
         if (!source.reading.plain()) settle(threads);
     }
 
