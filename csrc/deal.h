@@ -37,7 +37,6 @@ Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int thr
 // How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
 // packs its source once per block.
 inline int64_t row_blocks(int64_t tasks, int threads) {
-    if (tasks == 1) return 4 * threads;
     if (tasks % threads == 0 || tasks >= 4 * threads) return 1;
     return threads % tasks == 0 ? threads / tasks : (4 * threads + tasks - 1) / tasks;
 }

@@ -45,7 +45,6 @@ struct Sum {
     const T* start;  // bias, or null
     bool relu;
     Spread* spread;  // of each row, or null
-    int64_t ahead = 2048 / sizeof(T);  // elements from where it writes to where it will soon
 };
 
 // How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked, or plus
@@ -87,7 +86,6 @@ struct Dots {
     const T* mean;
     double* sums;
     const T *normed, *more;  // the batch norm's input; or null
-    int64_t ahead = 2048 / sizeof(T);
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.

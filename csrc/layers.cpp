@@ -57,7 +57,7 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
     if (!sweep.tasks() || !rows) return;
     std::vector<Spread> spreads(mean ? size_t(sweep.tasks() * rows) : 0);
     threads = worth((count + rows) * sweep.elements(), threads);
-    const auto cuts = cut_rows(sum.entries, rows, row_blocks(sweep.tasks(), threads));
+    const auto cuts = cut_rows(sum.entries, rows, sweep.row_blocks(sweep.tasks(), threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
@@ -111,7 +111,8 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     }
     const Plan& plan = *plans.front();
     const Sweep<T> sweep(table, plans, source, threads);
-    if (totals && !(sweep.totals() && sweep.tasks() && rows)) {
+    const bool first = sweep.totals_first();
+    if (totals && !((first || sweep.totals()) && sweep.tasks() && rows)) {
         add_channels(table, plan, sweep.source(), totals, threads);
         totals = nullptr;
     }
@@ -123,7 +124,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     }
     threads = worth((count + rows) * sweep.elements(), threads);
     const int64_t parts = gradient_parts(count, sweep.tasks(), plan.h.count * plan.w.count == 1);
-    const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, row_blocks(parts, threads));
+    const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, sweep.row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * count);  // by pass, then part
     std::vector<double> before_sums(dots.sums ? size_t(parts * rows * 2) : 0);
@@ -144,12 +145,17 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
             std::memset(mine.back().grad + first, 0, sizeof(T) * size_t(last - first));
             start += parts * pass->offsets.count;
         }
-        double* channels = totals && !row0 ? &channel_sums[size_t(part * plan.channels)] : nullptr;
-        for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++)
-            sweep.run(t, channels, [&](size_t pass, const T* from, const Tile* tiles, int64_t count) {
+        double* const channels = totals ? &channel_sums[size_t(part * plan.channels)] : nullptr;
+        for (int64_t t = sweep.tasks() * part / parts; t < sweep.tasks() * (part + 1) / parts; t++) {
+            if (channels && first) {
+                const int64_t block = task % blocks;
+                sweep.add_totals(t, plan.channels * block / blocks, plan.channels * (block + 1) / blocks, channels);
+            }
+            sweep.run(t, row0 ? nullptr : channels, [&](size_t pass, const T* from, const Tile* tiles, int64_t count) {
                 mine[pass].src = from;
                 table.dots(mine[pass], tiles, count, row0, row1);
             });
+        }
     });
     if (dots.sums) add_parts(before_sums, parts, dots.sums);
     if (totals) add_parts(channel_sums, parts, totals);
@@ -204,8 +210,7 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr,
-                plan.ahead(sizeof(T))},
+               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr},
                plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
@@ -217,7 +222,7 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
                    {offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
-                    nullptr, plan.ahead(sizeof(T))},
+                    nullptr},
                    plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     }
 }
@@ -227,12 +232,12 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
                      const Reading<T>& reading, T* grad, T* bias, int threads) {
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
-    const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane, ahead = plan.ahead(sizeof(T));
+    const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
     std::vector<double> sums(bias || !reading.plain() ? size_t(2 * g.out_channels) : 0);
     run_dots<T>(table,
                 {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, reading, nullptr,
-                 sums.empty() ? nullptr : sums.data(), nullptr, nullptr, ahead},
+                 sums.empty() ? nullptr : sums.data(), nullptr, nullptr},
                 {&pass}, {x}, g.out_channels, grad, nullptr, threads);
     for (int64_t o = 0; bias && o < g.out_channels; o++) bias[o] = T(sums[size_t(2 * o)]);
 }
@@ -259,7 +264,7 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         run_dots<T>(table,
                     {{}, nullptr, nullptr, plan.step(), x, out.dx, plan.to.channels * plan.to.lane, nullptr,
                      factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
-                     !norm ? nullptr : before.summed() ? before.input : x, before.more, plan.ahead(sizeof(T))},
+                     !norm ? nullptr : before.summed() ? before.input : x, before.more},
                     some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
     };
     if (passes.front().plan.mode != Mode::direct) {  // all of them read the same rows

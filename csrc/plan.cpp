@@ -15,7 +15,6 @@ constexpr int64_t kFew = 24, kFewNear = 64, kFewInPieces = 8;
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 
 constexpr int64_t kSmallImage = 16;      // positions of an image that threads had better not share
-constexpr int64_t kAhead = 2048;         // bytes from what is written to what is asked for
 
 }  // namespace
 
@@ -95,13 +94,6 @@ int64_t Plan::rows_at_once() const {
 
 bool Plan::by_channel() const {
     return mode == Mode::direct && !from.panels && !to.panels && to.channels > 1 && to.channels <= kSmallImage;
-}
-
-int64_t Plan::ahead(int64_t element) const {
-    // In batch-last memory the next rows of a channel can be another thread's, and asking for them would take them away;
-    // then it is the next channel.
-    const int64_t next = to.panels || by_channel() ? 0 : to.channels * to.lane;
-    return std::max(kAhead / element, next);
 }
 
 int64_t Plan::bands() const {

@@ -79,8 +79,6 @@ struct Plan {
     int64_t rows_at_once() const;
     // Whether tasks are runs of channels of what is computed, not of positions.
     bool by_channel() const;
-    // Elements from what a task writes to what it is to ask for at the same time.
-    int64_t ahead(int64_t element) const;
     // A task is a band of rows of one panel, unless the mode is direct.
     int64_t bands() const;
     // The k-th of all rows (or bands of rows, `count` in an image) of all panels, in the order in which they are written,

@@ -52,12 +52,12 @@ struct SpreadRow {
 // V vectors at each of P positions. The results go into `spread` too if kSpread.
 template <class T, int V, int P, bool kPart, bool kSpread>
 REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t src_step,
-                            T* dst, int64_t dst_step, T start, int rest, SpreadRow<T>& spread) {
+                            T* dst, int64_t dst_step, T start, int rest, SpreadRow<T>& spread, int64_t ahead) {
     using L = Places<T, V, P, kPart>;
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
     const int64_t step = p.step;
-    for (int q = 0; q < P; q++) write_soon<V>(dst + q * dst_step, p.ahead);
+    for (int q = 0; q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
     Vec<T> acc[V * P];
     for (int i = 0; i < V * P; i++) acc[i] = broadcast<T>(start);
     Vec<T> other[V * P] = {};  // every second entry: one sum alone waits for its own last addition
@@ -139,8 +139,45 @@ void spread_row(const T* x, int64_t step, int32_t count, int32_t len, Spread& to
     to.count += int64_t(count) * len;
 }
 
+// The valid entries of each of some tiles, and whether the tiles consist of whole vectors.
+template <class T>
+struct Group {
+    static constexpr int64_t kNear = 2048 / sizeof(T);
+    Runs runs[kTiles];
+    int32_t pieces = 0;  // that stay in registers, at all positions
+    bool whole = true;
+    int32_t near[kTiles];  // positions of each tile that others follow by more than kNear elements
+    int64_t jump = kNear;  // how far it is to as many elements behind the next rows' tiles
+
+    Group(const Entries& entries, const Tile* tiles, int64_t count, int64_t row) {
+        int64_t first = tiles[0].dst, end = first;
+        for (int64_t t = 0; t < count; t++) {
+            runs[t] = Runs(entries, tiles[t]);
+            pieces += tiles[t].count * ((tiles[t].len + 4 * kLanes<T> - 1) / (4 * kLanes<T>));
+            whole = whole && tiles[t].len % kLanes<T> == 0;
+            first = tiles[t].dst < first ? tiles[t].dst : first;
+            const int64_t last = tiles[t].dst + tiles[t].count * step(tiles[t]);
+            end = last > end ? last : end;
+        }
+        const int64_t span = end - first;
+        if (row > span) jump = span < kNear ? (kNear + span - 1) / span * row : kNear + row - span;
+        for (int64_t t = 0; t < count; t++) {
+            near[t] = row > span ? int32_t((end - kNear - tiles[t].dst) / step(tiles[t])) : tiles[t].count;
+        }
+    }
+
+    static int64_t step(const Tile& tile) { return tile.dst_step ? tile.dst_step : tile.len; }
+
+    // How far ahead of position k of a tile to ask for what is read and written in order. What follows the tiles may be
+    // another thread's, and asking for it would take it away: the next row's tiles come next.
+    REWIRE_INLINE int64_t ahead(int64_t tile, int32_t k) const { return k < near[tile] ? kNear : jump; }
+};
+
 template <class T, bool kSpread>
-REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, int64_t row, SpreadRow<T>& spread) {
+REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* tiles, int64_t t, int64_t row,
+                           SpreadRow<T>& spread) {
+    const Tile& tile = tiles[t];
+    const Runs& runs = group.runs[t];
     constexpr int lanes = kLanes<T>;
     const int32_t* ptr = p.entries.ptr + row * p.entries.taps_h * p.entries.taps_w;
     const T start = p.start ? p.start[row] : T(0);
@@ -148,59 +185,45 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Tile& tile, const Runs& runs, 
     T* dst = p.dst + row * p.row + tile.dst;
     int32_t left = tile.count;
     for (; tile.len == 4 * lanes && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
-        sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, tile.src_step, dst, tile.dst_step, start, 0, spread);
+        sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, tile.src_step, dst, tile.dst_step, start, 0, spread,
+                                          group.ahead(t, tile.count - left));
     for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
         if (tile.len == 1) {
             p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
                         : sum_column<T, false>(p, runs, ptr, src, dst, start);
             continue;
         }
+        const int64_t ahead = group.ahead(t, tile.count - left);
         int at = 0;
         for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
-            sum_tile<T, 8, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
+            sum_tile<T, 8, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
         for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
+            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
         for (; tile.len - at >= lanes; at += lanes)
-            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread);
+            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
         if (at < tile.len)
-            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, 0, dst + at, 0, start, tile.len - at, spread);
+            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, 0, dst + at, 0, start, tile.len - at, spread, ahead);
     }
 }
-
-// The valid entries of each of some tiles, and whether the tiles consist of whole vectors.
-template <class T>
-struct Group {
-    Runs runs[kTiles];
-    int32_t pieces = 0;  // that stay in registers, at all positions
-    bool whole = true;
-
-    Group(const Entries& entries, const Tile* tiles, int64_t count) {
-        for (int64_t t = 0; t < count; t++) {
-            runs[t] = Runs(entries, tiles[t]);
-            pieces += tiles[t].count * ((tiles[t].len + 4 * kLanes<T> - 1) / (4 * kLanes<T>));
-            whole = whole && tiles[t].len % kLanes<T> == 0;
-        }
-    }
-};
 
 // Rows outside, positions inside: what a row reads and writes then moves through memory in order, and what
 // is added up over positions is added up once.
 template <class T>
 void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
-    const Group<T> group(p.entries, tiles, count);
+    const Group<T> group(p.entries, tiles, count, p.row);
     for (int64_t row = row0; row < row1; row++) {
         SpreadRow<T> spread;
         Spread* const to = p.spread ? p.spread + row : nullptr;
         int64_t t = 0;
         for (; t < count && !(to && to->count && group.whole); t++) {  // no pivot yet, or lanes that hold nothing
             const Tile& tile = tiles[t];
-            sum_row<T, false>(p, tile, group.runs[t], row, spread);
+            sum_row<T, false>(p, group, tiles, t, row, spread);
             if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
         }
         if (t == count) continue;
         spread.middle = broadcast<T>(T(to->pivot));
         for (; t < count; t++) {
-            sum_row<T, true>(p, tiles[t], group.runs[t], row, spread);
+            sum_row<T, true>(p, group, tiles, t, row, spread);
             to->count += int64_t(tiles[t].count) * tiles[t].len;
         }
         to->sum += double(sum_lanes<T>(spread.sum));
@@ -277,7 +300,7 @@ struct BeforeRow {
 
 template <class T, int V, int P, bool kPart, bool kDst, Input kInput>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& runs, const int32_t* ptr, const T* src,
-                             int64_t here, int rest, Held<T>& held, BeforeRow<T>& before) {
+                             int64_t here, int rest, Held<T>& held, BeforeRow<T>& before, int64_t ahead) {
     using L = Places<T, V, P, kPart>;
     constexpr int n = V * P;
     const int32_t* offset = p.entries.offset;
@@ -286,11 +309,11 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
     T* grad = p.grad;
     for (int q = 0; q < P; q++) {
         const int64_t at = here + q * dst_step;
-        read_soon<V>(p.factor + at, p.ahead);
-        if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at, p.ahead);
-        if (kInput == Input::normed && p.more) read_soon<V>(p.more + at, p.ahead);
-        if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at, p.ahead);
-        if (kDst) write_soon<V>(p.dst + at, p.ahead);
+        read_soon<V>(p.factor + at, ahead);
+        if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at, ahead);
+        if (kInput == Input::normed && p.more) read_soon<V>(p.more + at, ahead);
+        if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at, ahead);
+        if (kDst) write_soon<V>(p.dst + at, ahead);
     }
     Vec<T> factor[n], acc[n];
     for (int i = 0; i < n; i++) {
@@ -370,7 +393,7 @@ void clear(T* dst, const Tile& tile) {
 template <class T, bool kDst, Input kInput>
 void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
-    const Group<T> group(p.entries, tiles, count);
+    const Group<T> group(p.entries, tiles, count, p.row);
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
@@ -403,24 +426,26 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             int32_t k = 0;
             if constexpr (kPairs)
                 for (; tile.len == 4 * lanes && k + 2 <= tile.count; k += 2) {
-                    dots_tile<T, 4, 2, false, kDst, kInput>(p, tile, runs, ptr, src, here, 0, held, before);
+                    const int64_t ahead = group.ahead(t, k);
+                    dots_tile<T, 4, 2, false, kDst, kInput>(p, tile, runs, ptr, src, here, 0, held, before, ahead);
                     src += 2 * tile.src_step;
                     here += 2 * tile.dst_step;
                     if constexpr (kInput != Input::any)
                         if ((before.added += 8) >= before.kRun) before.settle();
                 }
             for (; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
+                const int64_t ahead = group.ahead(t, k);
                 int at = 0;
                 if constexpr (kPairs)
                     for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
-                        dots_tile<T, 8, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
+                        dots_tile<T, 8, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
                 for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                    dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
+                    dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
                 for (; tile.len - at >= lanes; at += lanes)
-                    dots_tile<T, 1, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before);
+                    dots_tile<T, 1, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
                 if (at < tile.len)
                     dots_tile<T, 1, 1, true, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, tile.len - at, held,
-                                                           before);
+                                                           before, ahead);
                 if constexpr (kInput != Input::any)
                     if ((before.added += (tile.len + lanes - 1) / lanes) >= before.kRun) before.settle();
             }

@@ -124,12 +124,25 @@ class Sweep {
     }
 
     int64_t tasks() const { return tasks_; }
+    // How many blocks the rows of each of so many parts of the tasks are cut into.
+    int64_t row_blocks(int64_t parts, int threads) const {
+        return plan_.by_channel() ? 4 * threads : rewire::row_blocks(parts, threads);
+    }
     int64_t elements() const { return plan_.h.count * plan_.w.count * plan_.batch; }
 
     // Whether the tasks together read all rows of the source, and can add up its channels on the way.
     bool totals() const {
         return plan_.packed() && plan_.h.stride == 1 && plan_.origin <= 0 &&
                plan_.h.count - 1 + plan_.rows.highest >= plan_.height - 1;
+    }
+    // Whether they can do so beforehand, each for some of what it reads next.
+    bool totals_first() const { return plan_.mode == Mode::direct && !plan_.from.panels; }
+    // A task's share of this, of some of the channels.
+    void add_totals(int64_t task, int64_t first, int64_t last, double* totals) const {
+        const int64_t row = plan_.width * plan_.batch, plane = plan_.height * row;
+        const int64_t begin = plan_.height * task / tasks_ * row, end = plan_.height * (task + 1) / tasks_ * row;
+        for (int64_t c = first; begin < end && c < last; c++)
+            totals[c] += table_.total(source_.tensor + c * plane + begin, end - begin);
     }
     const Source<T>& source() const { return source_; }
 
