@@ -258,22 +258,14 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
         auto weight = gather(values, offsets.places, offsets.count, threads);
         passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});
     }
-    double* sum_up = out.bias ? totals.data() : nullptr;
-    const auto run = [&](const std::vector<const Pass<T>*>& some) {
-        const Plan& plan = some.front()->plan;
-        run_dots<T>(table,
-                    {{}, nullptr, nullptr, plan.step(), x, out.dx, plan.to.channels * plan.to.lane, nullptr,
-                     factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
-                     !norm ? nullptr : before.summed() ? before.input : x, before.more},
-                    some, {dy, reading}, g.in_channels, out.values, std::exchange(sum_up, nullptr), threads);
-    };
-    if (passes.front().plan.mode != Mode::direct) {  // all of them read the same rows
-        std::vector<const Pass<T>*> all;
-        for (const Pass<T>& pass : passes) all.push_back(&pass);
-        run(all);
-    } else {
-        for (const Pass<T>& pass : passes) run({&pass});
-    }
+    std::vector<const Pass<T>*> all;  // of them read the same rows
+    for (const Pass<T>& pass : passes) all.push_back(&pass);
+    const Plan& plan = passes.front().plan;
+    run_dots<T>(table,
+                {{}, nullptr, nullptr, plan.step(), x, out.dx, plan.to.channels * plan.to.lane, nullptr,
+                 factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
+                 !norm ? nullptr : before.summed() ? before.input : x, before.more},
+                all, {dy, reading}, g.in_channels, out.values, out.bias ? totals.data() : nullptr, threads);
     for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
     for (size_t c = 0; out.rectified && c < size_t(g.in_channels); c++) out.rectified[c] = T(sums[2 * c]);
     if (norm) batch_norm_gradient(table, *norm, before.summed() ? before.input : x, sums.data(), out.dx, out.norm, threads);

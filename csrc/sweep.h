@@ -117,7 +117,7 @@ class Sweep {
             tasks_ = tiles_.front().empty() || !plan_.h.count ? 0 : plan_.panels() * plan_.bands();
             return;
         }
-        tiles_ = {plan_.cut()};
+        for (const Plan* plan : plans) tiles_.push_back(plan->cut());
         const int64_t tiles = int64_t(tiles_.front().size());  // some of them in each task, if there are enough
         tasks_ = plan_.by_channel() ? 1 : std::max(std::min<int64_t>(8, tiles), std::min<int64_t>(64, tiles / 8));
         if (!source.reading.plain()) settle(threads);
@@ -151,10 +151,12 @@ class Sweep {
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
         if (plan_.mode != Mode::direct) return slide(task, totals, body);
-        const auto& tiles = tiles_.front();
-        const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
-        for (int64_t t = count * task / tasks_; t < last; t += kTiles)
-            body(size_t(0), source_.tensor, &tiles[size_t(t)], std::min(kTiles, last - t));
+        for (size_t pass = 0; pass < plans_.size(); pass++) {
+            const auto& tiles = tiles_[pass];
+            const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
+            for (int64_t t = count * task / tasks_; t < last; t += kTiles)
+                body(pass, source_.tensor, &tiles[size_t(t)], std::min(kTiles, last - t));
+        }
     }
 
    private:
