@@ -11,6 +11,7 @@
 
 #include "channels.h"
 #include "drawing.h"
+#include "images.h"
 #include "layers.h"
 #include "limits.h"
 #include "memory.h"
@@ -161,9 +162,20 @@ void define(nb::module_& m) {
     m.def("rectify_gradient", [](Address dz, Address z, Address dy, int64_t len, int threads) {
         rectify_gradient<T>(table<T>(), at<T>(dz), at<T>(z), at<T>(dy), len, threads);
     }, free);
-    m.def("panels", [](Address x, int64_t batch, int64_t channels, int64_t height, int64_t width, int64_t panel, bool into,
-                       Address y, int threads) {
-        panels<T>(table<T>(), at<T>(x), batch, channels, height, width, panel, into, at<T>(y), threads);
+    m.def("panels", [](const Images& of, bool into, Address x, Address y, int threads) {
+        panels<T>(table<T>(), of, into, at<T>(x), at<T>(y), threads);
+    }, free);
+    m.def("thin", [](const Images& of, const Thinning& by, Address x, T value, Address y, int threads) {
+        thin<T>(table<T>(), of, by, at<T>(x), value, at<T>(y), threads);
+    }, free);
+    m.def("thin_gradient", [](const Images& of, const Thinning& by, Address dy, Address dx, int threads) {
+        thin_gradient<T>(table<T>(), of, by, at<T>(dy), at<T>(dx), threads);
+    }, free);
+    m.def("mean", [](const Images& of, Address x, Address y, int threads) {
+        mean<T>(of, at<T>(x), at<T>(y), threads);
+    }, free);
+    m.def("mean_gradient", [](const Images& of, Address dy, Address dx, int threads) {
+        mean_gradient<T>(of, at<T>(dy), at<T>(dx), threads);
     }, free);
     m.def("transpose", [](Address in, int64_t rows, int64_t cols, Address out, int threads) {
         transpose<T>(table<T>(), at<T>(in), rows, cols, at<T>(out), threads);
@@ -293,6 +305,14 @@ NB_MODULE(_native, m) {
                             bool in_panels, bool out_panels) {
             new (g) Geometry{batch, in_channels, height, width, out_channels, out_height, out_width, kh,        kw,
                              sh,    sw,          ph,     pw,    dh,           dw,         panel,     in_panels, out_panels};
+        });
+    nb::class_<Images>(m, "Images")
+        .def("__init__", [](Images* p, int64_t panels, int64_t channels, int64_t height, int64_t width, int64_t panel) {
+            new (p) Images{panels, channels, height, width, panel};
+        });
+    nb::class_<Thinning>(m, "Thinning")
+        .def("__init__", [](Thinning* p, int64_t down, int64_t across, int64_t before, int64_t after) {
+            new (p) Thinning{down, across, before, after};
         });
     nb::class_<Pool>(m, "Pool")
         .def("__init__", [](Pool* p, int64_t panels, int64_t batch, int64_t channels, int64_t height, int64_t width,

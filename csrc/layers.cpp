@@ -290,21 +290,17 @@ void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int
 }
 
 template <class T>
-void panels(const Table<T>& table, const T* x, int64_t batch, int64_t channels, int64_t height, int64_t width,
-            int64_t panel, bool into, T* y, int threads) {
-    const int64_t rows = channels * height, row = width * panel;  // in a panel
-    parallel_for(batch / panel * rows, worth(rows * width * batch / 4, threads), [&](int64_t k) {
-        const int64_t c = k % channels, h = k % rows / channels, n = k / rows * panel;
-        const int64_t here = (c * height + h) * width * batch + n;
-        into ? table.copy(x + here, batch, y + k * row, panel, width, panel)
-             : table.copy(x + k * row, panel, y + here, batch, width, panel);
-    });
-}
-
-template <class T>
 void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T* out, int threads) {
+    threads = worth(rows * cols / 4, threads);
+    if (rows < cols) {  // some rows at a time: the processor reads ahead in no more of them at once
+        const int64_t some = 16;
+        return parallel_for((rows + some - 1) / some, threads, [&](int64_t b) {
+            const int64_t r = b * some;
+            table.transpose(in + r * cols, cols, out + r, rows, std::min(some, rows - r), cols);
+        });
+    }
     const int64_t block = 64;  // columns of the input: rows of the output
-    parallel_for((cols + block - 1) / block, worth(rows * cols / 4, threads), [&](int64_t b) {
+    parallel_for((cols + block - 1) / block, threads, [&](int64_t b) {
         const int64_t c = b * block;
         table.transpose(in + c, cols, out + c * rows, rows, rows, std::min(block, cols - c));
     });
@@ -319,7 +315,6 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
                                      const Reading<T>&, T*, T*, int);                                               \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
                                const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
-    template void panels<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, int64_t, int64_t, bool, T*, int);  \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

@@ -85,11 +85,6 @@ void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, i
 template <class T>
 void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t len, int threads);
 
-// Batch-last images as panels (`into`), or panels as batch-last images.
-template <class T>
-void panels(const Table<T>&, const T* x, int64_t batch, int64_t channels, int64_t height, int64_t width, int64_t panel,
-            bool into, T* y, int threads);
-
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);
 

@@ -3,9 +3,11 @@ from typing import Any
 f32: Any
 f64: Any
 Geometry: Any
+Images: Any
 Loops: Any
 Pool: Any
 Stream: Any
+Thinning: Any
 
 def supported() -> list[str]: ...
 def current() -> str: ...

@@ -179,7 +179,7 @@ def to_panels(x: Tensor, panel: int) -> Tensor:
     batch, *image = x.shape
     shape = (batch // panel, *image, panel)
     out = native.empty(kernels, shape, panel_strides(shape), x)
-    _copy_panels(kernels, x, out, tuple(x.shape), panel, True)
+    kernels.panels(native.images(*shape), True, x.data_ptr(), out.data_ptr(), native.threads())
     return out
 
 
@@ -189,14 +189,8 @@ def from_panels(x: Tensor) -> Tensor:
     shape = image_shape(x)
     assert kernels is not None
     out = native.empty(kernels, shape, strides(shape), x)
-    _copy_panels(kernels, x, out, shape, x.shape[-1], False)
+    kernels.panels(native.images(*x.shape), False, x.data_ptr(), out.data_ptr(), native.threads())
     return out
-
-
-def _copy_panels(
-    kernels: Any, x: Tensor, y: Tensor, shape: tuple[int, ...], panel: int, into: bool
-) -> None:
-    kernels.panels(x.data_ptr(), *shape, panel, into, y.data_ptr(), native.threads())
 
 
 @lru_cache(maxsize=4096)

@@ -109,6 +109,12 @@ def pool(*sizes: int, count_padding: bool = True, in_panels: bool = False) -> An
     return module().Pool(*sizes, count_padding, in_panels)
 
 
+@lru_cache(maxsize=1024)
+def images(panels: int, channels: int, height: int, width: int, panel: int) -> Any:
+    """The sizes of images in panels, in the order of their shape."""
+    return module().Images(panels, channels, height, width, panel)
+
+
 def threads() -> int:
     """How many threads a kernel may use."""
     return torch.get_num_threads()

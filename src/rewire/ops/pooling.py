@@ -11,7 +11,7 @@ from torch import Tensor
 from rewire.ops import layout, native, recording
 from rewire.ops.chain import Link
 from rewire.ops.channels import apply, kernels_for
-from rewire.ops.norms import Norm
+from rewire.ops.norms import Norm, relay_of
 
 
 class _MaxPool(torch.autograd.Function):
@@ -201,26 +201,27 @@ class _Mean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
+        kernels = native.kernels(x)
+        assert kernels is not None
         panels, channels, *_, panel = ctx.shape = tuple(x.shape)
         y = layout.empty((panels * panel, channels), x)
-        y.t().view(channels, panels, panel).copy_(x.mean((2, 3)).transpose(0, 1))
+        kernels.mean(native.images(*ctx.shape), x.data_ptr(), y.data_ptr(), native.threads())
         return y
 
     @staticmethod
     @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        panels, channels, height, width, panel = ctx.shape
-        kernels = native.kernels(dy)
+        kernels, dy = native.kernels(dy), layout.to_batch_last(dy)
         assert kernels is not None
         dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy)
-        each = layout.to_batch_last(dy / (height * width)).t().view(channels, panels, panel)
-        dx.copy_(each.transpose(0, 1)[:, :, None, None])
+        images = native.images(*ctx.shape)
+        kernels.mean_gradient(images, dy.data_ptr(), dx.data_ptr(), native.threads())
         return dx
 
 
 def mean(x: Tensor) -> Tensor:
     """The mean over all positions of images in panels: (N, C)."""
-    result: Tensor = apply(_Mean, x)
+    result: Tensor = apply(_Mean, layout.in_panels(x))
     return result
 
 
@@ -233,31 +234,38 @@ class _Thinned(torch.autograd.Function):
     ) -> Tensor:
         kernels = native.kernels(x)
         assert kernels is not None
-        some = x[:, :, :: steps[0], :: steps[1]]
-        panels, channels, *image = some.shape
-        shape = (panels, sum(around) + channels, *image)
+        panels, channels, height, width, panel = ctx.shape = tuple(x.shape)
+        out = (-(-height // steps[0]), -(-width // steps[1]))
+        shape = (panels, channels + sum(around), *out, panel)
         y = native.empty(kernels, shape, layout.panel_strides(shape), x)
-        before, inner, after = y.split([around[0], channels, around[1]], 1)
-        before.fill_(value)
-        inner.copy_(some)
-        after.fill_(value)
-        ctx.shape, ctx.steps, ctx.before = tuple(x.shape), steps, around[0]
+        ctx.thinning = native.module().Thinning(*steps, *around)
+        kernels.thin(
+            *(native.images(*ctx.shape), ctx.thinning, x.data_ptr(), value, y.data_ptr()),
+            native.threads(),
+        )
+        ctx.below = relay_of(x)  # of the residual sum that this is
+        if ctx.below is not None:
+            ctx.below.sums += 1
         return y
 
     @staticmethod
     @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
-        kernels = native.kernels(dy)
+        kernels, dy = native.kernels(dy), layout.in_panels(dy)
         assert kernels is not None
-        dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy).zero_()
-        some = dx[:, :, :: ctx.steps[0], :: ctx.steps[1]]
-        some.copy_(dy.narrow(1, ctx.before, ctx.shape[1]))
+        dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy)
+        kernels.thin_gradient(
+            *(native.images(*ctx.shape), ctx.thinning, dy.data_ptr(), dx.data_ptr()),
+            native.threads(),
+        )
+        if ctx.below is not None:
+            ctx.below.leave(dx)
         return dx, None, None, None
 
 
 def thinned(x: Tensor, steps: tuple[int, int], around: tuple[int, int], value: float) -> Tensor:
     """``F.pad(x[:, :, ::a, ::b], (0, 0, 0, 0, before, after), value=value)`` of images in panels."""
-    result: Tensor = apply(_Thinned, x, steps, around, value)
+    result: Tensor = apply(_Thinned, layout.in_panels(x), steps, around, value)
     return result
 
 
