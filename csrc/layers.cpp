@@ -62,9 +62,10 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
         if (mean) mine.spread = &spreads[size_t(task / blocks * rows)];
-        sweep.run(task / blocks, nullptr, [&](size_t, const T* from, const Tile* tiles, int64_t count) {
+        sweep.run(task / blocks, nullptr, [&](size_t, const T* from, int64_t phase, const Tile* tiles, int64_t some) {
             mine.src = from;
-            table.sum(mine, tiles, count, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
+            mine.entries.offset = sum.entries.offset + phase * count;
+            table.sum(mine, tiles, some, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
         });
     });
     for (int64_t row = 0; mean && row < rows; row++) {
@@ -151,8 +152,10 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
                 const int64_t block = task % blocks;
                 sweep.add_totals(t, plan.channels * block / blocks, plan.channels * (block + 1) / blocks, channels);
             }
-            sweep.run(t, row0 ? nullptr : channels, [&](size_t pass, const T* from, const Tile* tiles, int64_t count) {
+            sweep.run(t, row0 ? nullptr : channels, [&](size_t pass, const T* from, int64_t phase, const Tile* tiles, int64_t count) {
+                const Offsets& offsets = passes[pass]->offsets;
                 mine[pass].src = from;
+                mine[pass].entries.offset = offsets.entries.offset + phase * offsets.count;
                 table.dots(mine[pass], tiles, count, row0, row1);
             });
         }

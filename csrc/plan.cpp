@@ -80,9 +80,14 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, in
     origin = rows.lowest;
     const int64_t span = rows.highest - origin + 1, row_bytes = channels * (width + 1) * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
+    if (mode == Mode::window && width > kAtOnce / 2 && window_rows < height) {
+        ring = true;
+        window_rows = span;
+    }
     if (mode == Mode::rows || window_rows * row_bytes <= kPackMax) return;
     // No cache holds the source: then all of a unit that lies in one place in memory is read at once.
     mode = Mode::direct;
+    ring = false;
     origin = 0;
     if (runs) panel = batch;
 }
@@ -146,19 +151,35 @@ std::vector<Tile> Plan::cut() const {
     return tiles;
 }
 
+namespace {
+
+// The offsets of the phases after the first: a row of taps reads another row of the window.
+void add_phases(Offsets& out, int64_t rows, const Plan& plan) {
+    const Entries& of = out.entries;
+    for (int64_t phase = 1; phase < plan.phases(); phase++)
+        for (int64_t k = 0; k < rows * of.taps_h; k++) {
+            const size_t i = size_t(k % of.taps_h);
+            const auto further = int32_t(plan.shift(i, 0, phase) - plan.shift(i, 0, 0));
+            for (int32_t e = of.ptr[k * of.taps_w]; e < of.ptr[(k + 1) * of.taps_w]; e++)
+                out.offset[phase * out.count + e] = of.offset[e] + further;
+        }
+}
+
+}  // namespace
+
 Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) {
     Offsets out;
     const int64_t taps = g.taps(), plane = plan.plane();
     out.places = nullptr;
     out.count = a.ptr[g.out_channels];
-    if (taps == 1 && plane == 1 && plan.shift(0, 0) == 0) {
+    if (taps == 1 && plane == 1 && plan.shift(0, 0, 0) == 0) {
         out.entries = {a.ptr, a.indices, 1, 1};
         return out;
     }
     std::vector<int64_t> shift;
-    for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw)));
+    for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw), 0));
     out.ptr = Scratch<int32_t>(g.out_channels * taps + 1);
-    out.offset = Scratch<int32_t>(out.count);
+    out.offset = Scratch<int32_t>(plan.phases() * out.count);
     int32_t e = 0;
     for (int64_t o = 0; o < g.out_channels; o++)
         for (int64_t t = 0; t < taps; t++) {
@@ -169,6 +190,7 @@ Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) 
         }
     out.ptr[g.out_channels * taps] = e;
     out.entries = {out.ptr.get(), out.offset.get(), g.kh, g.kw};
+    add_phases(out, g.out_channels, plan);
     return out;
 }
 
@@ -177,7 +199,7 @@ Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) 
     const int64_t taps = g.taps(), plane = plan.plane(), all = a.ptr[g.in_channels * taps];
     const auto taps_h = int32_t(plan.h.taps.size()), taps_w = int32_t(plan.w.taps.size());
     const bool whole = taps_h * taps_w == taps;  // then the taps are in order
-    if (taps == 1 && plane == 1 && whole && plan.shift(0, 0) == 0) {
+    if (taps == 1 && plane == 1 && whole && plan.shift(0, 0, 0) == 0) {
         out.entries = {a.ptr, a.outputs, 1, 1};
         out.places = a.order;
         out.count = all;
@@ -187,10 +209,10 @@ Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) 
     for (int32_t i = 0; i < taps_h; i++)
         for (int32_t j = 0; j < taps_w; j++) {
             slot.push_back(int64_t(plan.h.taps[size_t(i)]) * g.kw + plan.w.taps[size_t(j)]);
-            shift.push_back(plan.shift(size_t(i), size_t(j)));
+            shift.push_back(plan.shift(size_t(i), size_t(j), 0));
         }
     const int64_t rows = g.in_channels * int64_t(slot.size());
-    out.offset = Scratch<int32_t>(all);
+    out.offset = Scratch<int32_t>(plan.phases() * all);
     if (!whole) {
         out.ptr = Scratch<int32_t>(rows + 1);
         out.order = Scratch<int32_t>(all);
@@ -209,6 +231,7 @@ Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) 
     out.entries = {whole ? a.ptr : out.ptr.get(), out.offset.get(), taps_h, taps_w};
     out.places = whole ? a.order : out.order.get();
     out.count = count;
+    add_phases(out, g.in_channels, plan);
     return out;
 }
 

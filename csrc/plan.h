@@ -58,6 +58,9 @@ struct Plan {
     Mode mode;
     Shifts rows;                          // of the rows that are read, by this pass or another one from the same window
     int64_t origin = 0, window_rows = 0;  // the lowest of them; rows a window holds
+    // Whether row r of the source lies in place r % window_rows of a window: then nothing is moved as the window moves
+    // down, and where taps read depends on its lowest row.
+    bool ring = false;
 
     // `connections` that each read the source in one pass over it, or -1 if it has to be packed to be read at all.
     Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, int64_t panel_,
@@ -72,8 +75,14 @@ struct Plan {
     int64_t step() const { return packed() ? panel : from.lane; }
     int64_t row() const { return !packed() ? from.rows : width > 1 ? width + 1 : width; }
     int64_t plane() const { return packed() ? window_rows * row() : from.channels; }
+    // In how many ways a window can lie in its ring, and in which it does if row `lowest` of the source is its first.
+    int64_t phases() const { return ring ? window_rows : 1; }
+    int64_t phase(int64_t lowest) const { return ring ? (lowest % window_rows + window_rows) % window_rows : 0; }
     // Positions from where a tile reads to where tap (i, j) reads.
-    int64_t shift(std::size_t i, std::size_t j) const { return (h.shift[i] - origin) * row() + w.shift[j]; }
+    int64_t shift(std::size_t i, std::size_t j, int64_t phase) const {
+        const int64_t down = h.shift[i] - origin + phase;
+        return (ring ? down % window_rows : down) * row() + w.shift[j];
+    }
 
     // Rows of the plane that are computed together: they read nothing but what is at hand at one time.
     int64_t rows_at_once() const;
@@ -90,7 +99,7 @@ struct Plan {
     std::vector<Tile> cut() const;
 };
 
-// Entries of one pass with the positions they read; for a linear layer, the connections as they are.
+// Entries of one pass with the positions they read, once for each phase; for a linear layer, the connections as they are.
 struct Offsets {
     Scratch<int32_t> ptr, offset, order;
     Entries entries;

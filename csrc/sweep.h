@@ -40,7 +40,7 @@ class Window {
         if (!plan_.packed()) return source_.tensor + n_ * plan_.from.columns + low * plan_.row() * plan_.panel;
         hold(std::max<int64_t>(low, 0),
              std::min(plan_.height, last * plan_.h.stride + plan_.rows.highest + 1));
-        return rows_.get() + (low - first_) * plan_.row() * plan_.panel;
+        return rows_.get() + (plan_.ring ? 0 : low - first_) * plan_.row() * plan_.panel;
     }
 
    private:
@@ -48,7 +48,9 @@ class Window {
         if (plan_.height * plan_.width == 1 && !source_.reading.scale) return hold_units(high);
         const Memory& from = plan_.from;
         const int64_t row = plan_.row() * plan_.panel, plane = plan_.plane() * plan_.panel;
-        if (high > first_ + plan_.window_rows) {  // full: keep what is still needed
+        if (plan_.ring) {
+            last_ = std::max(last_, low);
+        } else if (high > first_ + plan_.window_rows) {  // full: keep what is still needed
             const int64_t kept = std::max<int64_t>(0, last_ - low);
             for (int64_t c = 0; kept && c < plan_.channels; c++)
                 std::memmove(&rows_[c * plane], &rows_[c * plane + (low - first_) * row],
@@ -57,7 +59,7 @@ class Window {
             last_ = std::max(last_, low);
         }
         const auto fetch = [&](int64_t c, int64_t r) {
-            T* to = &rows_[c * plane + (r - first_) * row];
+            T* to = &rows_[c * plane + (plan_.ring ? plan_.phase(r) : r - first_) * row];
             pack(c, n_ * from.columns + (c * from.channels + r * from.rows) * from.lane, to);
             if (totals_ && r >= own_) totals_[c] += total(to);
         };
@@ -146,7 +148,7 @@ class Sweep {
     }
     const Source<T>& source() const { return source_; }
 
-    // Calls body(pass, source, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of
+    // Calls body(pass, source, phase, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of
     // the channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
@@ -155,7 +157,7 @@ class Sweep {
             const auto& tiles = tiles_[pass];
             const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
             for (int64_t t = count * task / tasks_; t < last; t += kTiles)
-                body(pass, source_.tensor, &tiles[size_t(t)], std::min(kTiles, last - t));
+                body(pass, source_.tensor, int64_t(0), &tiles[size_t(t)], std::min(kTiles, last - t));
         }
     }
 
@@ -184,14 +186,16 @@ class Sweep {
         for (int64_t i = first; i < end; i += rows) {
             const int64_t next = std::min(end, i + rows);
             const T* source = window.at(i, next - 1);
+            const int64_t phase = plan_.phase(i * plan_.h.stride + plan_.origin);
             for (size_t pass = 0; pass < plans_.size(); pass++)
-                place(pass, n, i, std::min(next, plans_[pass]->h.count), source, body);
+                place(pass, n, i, std::min(next, plans_[pass]->h.count), source, phase, body);
         }
     }
 
     // The tiles of rows [first, end) of one pass, for the panel that starts at column n.
     template <class Body>
-    void place(size_t pass, int64_t n, int64_t first, int64_t end, const T* source, Body&& body) const {
+    void place(size_t pass, int64_t n, int64_t first, int64_t end, const T* source, int64_t phase,
+               Body&& body) const {
         const Plan& plan = *plans_[pass];
         Tile group[kTiles];
         int64_t count = 0;
@@ -202,9 +206,9 @@ class Sweep {
                 tile.src += (row - first) * plan.h.stride * plan.row() * plan.panel;
                 tile.dst += (plan.h.first + row * plan.h.every) * plan.to.rows * plan.to.lane + n * plan.to.columns;
                 group[count++] = tile;
-                if (count == kTiles) body(pass, source, group, std::exchange(count, 0));
+                if (count == kTiles) body(pass, source, phase, group, std::exchange(count, 0));
             }
-        if (count) body(pass, source, group, count);
+        if (count) body(pass, source, phase, group, count);
     }
 
     const Table<T>& table_;

@@ -24,6 +24,7 @@ template <class T, class Value>
 REWIRE_INLINE void read_as(const T* from, const T* other, int64_t from_step, T* to, int64_t to_step, int64_t count,
                            int64_t len, Value&& value) {
     constexpr int lanes = kLanes<T>;
+    constexpr int64_t ahead = 4096 / sizeof(T);
     if (len == 4 * lanes) {
         for (int64_t k = 0; k < count; k++) {
             const T *x = from + k * from_step, *y = other + k * from_step;
@@ -37,6 +38,11 @@ REWIRE_INLINE void read_as(const T* from, const T* other, int64_t from_step, T* 
         const T *x = from + k * from_step, *y = other + k * from_step;
         T* out = to + k * to_step;
         int64_t i = 0;
+        for (; i + 4 * lanes <= len; i += 4 * lanes) {
+            read_soon<4>(x + i, ahead);
+            if (x != y) read_soon<4>(y + i, ahead);
+            for (int64_t q = i; q < i + 4 * lanes; q += lanes) store<T>(out + q, value(load<T>(x + q), load<T>(y + q)));
+        }
         for (; i + lanes <= len; i += lanes) store<T>(out + i, value(load<T>(x + i), load<T>(y + i)));
         if (i < len) {
             const int rest = int(len - i);
