@@ -80,7 +80,7 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, in
     origin = rows.lowest;
     const int64_t span = rows.highest - origin + 1, row_bytes = channels * (width + 1) * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
-    if (mode == Mode::window && width > kAtOnce / 2 && window_rows < height) {
+    if (mode == Mode::window && width > kAtOnce / 4 && window_rows < height) {
         ring = true;
         window_rows = span;
     }
