@@ -13,6 +13,7 @@ constexpr int64_t kNear = 4 << 20;       // and of a source that comes from near
 // Connections of a channel that are not worth packing it for: in long runs, from near by, in pieces of a batch.
 constexpr int64_t kFew = 24, kFewNear = 64, kFewInPieces = 8;
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
+constexpr int64_t kRing = 8;             // columns that are enough for one row of an image at a time
 
 constexpr int64_t kSmallImage = 16;      // positions of an image that threads had better not share
 
@@ -80,7 +81,7 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, in
     origin = rows.lowest;
     const int64_t span = rows.highest - origin + 1, row_bytes = channels * (width + 1) * panel * element;
     window_rows = std::min(height, std::max(span + 1, std::min(span + 8, kWindow / row_bytes)));
-    if (mode == Mode::window && width > kAtOnce / 4 && window_rows < height) {
+    if (mode == Mode::window && width >= kRing && window_rows < height) {
         ring = true;
         window_rows = span;
     }
