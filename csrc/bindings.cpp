@@ -3,10 +3,12 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "channels.h"
@@ -155,6 +157,14 @@ void define(nb::module_& m) {
                                Address x, Address dy, Address z, Address dx, Address grad, Address bias, int threads) {
         gradients_rows<T>(table<T>(), g, {at<int32_t>(ptr), at<int32_t>(outputs), at<int32_t>(order)}, at<T>(values),
                           at<T>(x), at<T>(dy), at<T>(z), at<T>(dx), at<T>(grad), at<T>(bias), threads);
+    }, free);
+    // Of each layer: units of the output, ptr, indices, values, bias, whether it is rectified.
+    m.def("forward_single", [](const std::vector<std::tuple<int64_t, Address, Address, Address, Address, bool>>& layers,
+                               Address x, Address y, int threads) {
+        std::vector<Single<T>> all;
+        for (const auto& [units, ptr, indices, values, bias, relu] : layers)
+            all.push_back({units, {at<int32_t>(ptr), at<int32_t>(indices)}, at<T>(values), at<T>(bias), relu});
+        forward_single<T>(table<T>(), all, at<T>(x), at<T>(y), threads);
     }, free);
     m.def("row_sums", [](Address x, int64_t rows, int64_t len, Address sums, int threads) {
         row_sums<T>(table<T>(), at<T>(x), rows, len, at<T>(sums), threads);

@@ -89,30 +89,41 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     }
 }
 
-// A single column: batch-1 inference. kOne: the positions of the source follow each other.
-template <class T, bool kOne>
-REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst,
-                              T start) {
-    constexpr int lanes = kLanes<T>;
-    const int32_t* offset = p.entries.offset;
-    const T* weight = p.weight;
-    Vec<T> acc[2] = {};
-    T rest = start;
+// A single column: batch-1 inference.
+template <class T>
+REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst, T start,
+                              int64_t step) {
+    constexpr int some = 16 / sizeof(T);
+    Short<T> acc[2] = {}, weight[2];
+    T sum = start;
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
-        for (; kOne && e + 2 * lanes <= end; e += 2 * lanes)
-#pragma GCC unroll 2
-            for (int q = 0; q < 2; q++)
-                acc[q] += load<T>(weight + e + q * lanes) * gather(src, offset + e + q * lanes, lanes);
-        for (; kOne && e < end; e += lanes) {
-            const int some = end - e < lanes ? end - e : lanes;
-            acc[0] += load_part(weight + e, some) * gather(src, offset + e, some);
+        for (; e + 2 * some <= end; e += 2 * some) {
+            std::memcpy(weight, p.weight + e, sizeof weight);
+            for (int q = 0; q < 2; q++) acc[q] += weight[q] * collect(src, p.entries.offset + e + some * q, step);
         }
-        for (; e < end; e++) rest += weight[e] * src[offset[e] * p.step];
+        if (e + some <= end) {
+            std::memcpy(weight, p.weight + e, sizeof weight[0]);
+            acc[0] += weight[0] * collect(src, p.entries.offset + e, step);
+            e += some;
+        }
+        for (; e < end; e++) sum += p.weight[e] * src[p.entries.offset[e] * step];
     }
-    const T sum = rest + sum_lanes<T>(acc[0] + acc[1]);
+    acc[0] += acc[1];
+    for (int i = 0; i < some; i++) sum += acc[0][i];
     *dst = p.relu && sum < 0 ? T(0) : sum;
+}
+
+// All rows of it at one position.
+template <class T>
+REWIRE_INLINE void sum_columns(const Sum<T>& p, const Tile& tile, const Runs& runs, int64_t row0, int64_t row1,
+                               int64_t step) {
+    const Sum<T> own = p;  // which no store can change
+    const int64_t taps = own.entries.taps_h * own.entries.taps_w;
+    for (int64_t row = row0; row < row1; row++)
+        sum_column(own, runs, own.entries.ptr + row * taps, own.src + tile.src, own.dst + row * own.row + tile.dst,
+                   own.start ? own.start[row] : T(0), step);
 }
 
 // Adds what a row has just written, while it is in the nearest cache.
@@ -189,8 +200,8 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
                                           group.ahead(t, tile.count - left));
     for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
         if (tile.len == 1) {
-            p.step == 1 ? sum_column<T, true>(p, runs, ptr, src, dst, start)
-                        : sum_column<T, false>(p, runs, ptr, src, dst, start);
+            p.step == 1 ? sum_column(p, runs, ptr, src, dst, start, 1)
+                        : sum_column(p, runs, ptr, src, dst, start, p.step);
             continue;
         }
         const int64_t ahead = group.ahead(t, tile.count - left);
@@ -210,6 +221,10 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
 // is added up over positions is added up once.
 template <class T>
 void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
+    if (count == 1 && tiles[0].len == 1 && tiles[0].count == 1 && !p.spread) {
+        const Runs runs(p.entries, tiles[0]);
+        return p.step == 1 ? sum_columns(p, tiles[0], runs, row0, row1, 1) : sum_columns(p, tiles[0], runs, row0, row1, p.step);
+    }
     const Group<T> group(p.entries, tiles, count, p.row);
     for (int64_t row = row0; row < row1; row++) {
         SpreadRow<T> spread;

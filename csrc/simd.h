@@ -154,35 +154,28 @@ REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {
 }
 #endif
 
-// from[at[0]], from[at[1]], ..., the first n of them and zeros behind; nothing past at + n is read.
-#if defined(REWIRE_AVX512)
-REWIRE_INLINE Vec<float> gather(const float* from, const int32_t* at, int n) {
-    const auto some = (__mmask16)((1u << n) - 1);
-    return (Vec<float>)_mm512_mask_i32gather_ps(_mm512_setzero_ps(), some, _mm512_maskz_loadu_epi32(some, at), from, 4);
+// A short vector, and its elements from anywhere: single loads are faster than the instructions that gather.
+template <class T>
+struct ShortOf {
+    typedef T type __attribute__((vector_size(16)));
+};
+template <class T>
+using Short = typename ShortOf<T>::type;
+#if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
+REWIRE_INLINE __m128 two(const float* from, const int32_t* at, int64_t step) {
+    return _mm_insert_ps(_mm_load_ss(from + at[0] * step), _mm_load_ss(from + at[1] * step), 0x10);
 }
-REWIRE_INLINE Vec<double> gather(const double* from, const int32_t* at, int n) {
-    const auto some = (__mmask8)((1u << n) - 1);
-    return (Vec<double>)_mm512_mask_i32gather_pd(_mm512_setzero_pd(), some, _mm256_maskz_loadu_epi32(some, at), from, 8);
-}
-#elif defined(REWIRE_AVX2)
-REWIRE_INLINE Vec<float> gather(const float* from, const int32_t* at, int n) {
-    const __m256i some = first_lanes(n, 0.0f);
-    return (Vec<float>)_mm256_mask_i32gather_ps(_mm256_setzero_ps(), from, _mm256_maskload_epi32(at, some),
-                                                _mm256_castsi256_ps(some), 4);
-}
-REWIRE_INLINE Vec<double> gather(const double* from, const int32_t* at, int n) {
-    const __m128i four = _mm_cmpgt_epi32(_mm_set1_epi32(n), _mm_setr_epi32(0, 1, 2, 3));
-    return (Vec<double>)_mm256_mask_i32gather_pd(_mm256_setzero_pd(), from, _mm_maskload_epi32(at, four),
-                                                 _mm256_castsi256_pd(first_lanes(n, 0.0)), 8);
+REWIRE_INLINE Short<float> collect(const float* from, const int32_t* at, int64_t step) {
+    return (Short<float>)_mm_movelh_ps(two(from, at, step), two(from, at + 2, step));
 }
 #else
-template <class T>
-REWIRE_INLINE Vec<T> gather(const T* from, const int32_t* at, int n) {
-    Vec<T> v{};
-    for (int i = 0; i < n; i++) v[i] = from[at[i]];
-    return v;
+REWIRE_INLINE Short<float> collect(const float* from, const int32_t* at, int64_t step) {
+    return Short<float>{from[at[0] * step], from[at[1] * step], from[at[2] * step], from[at[3] * step]};
 }
 #endif
+REWIRE_INLINE Short<double> collect(const double* from, const int32_t* at, int64_t step) {
+    return Short<double>{from[at[0] * step], from[at[1] * step]};
+}
 
 // The sum of all lanes, always in the same order: halves, then halves of these.
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)

@@ -288,6 +288,10 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0:
         return call(module, *args, **kwargs)
+    if type(module) is nn.Sequential and len(args) == 1 and not (kwargs or torch.is_grad_enabled()):
+        output = units.single(module, args[0])
+        if output is not None:
+            return output
     promises = begin(module)
     try:
         with _Fusion(promises):

@@ -52,6 +52,43 @@ def forward(sequence: nn.Sequential, input: Any) -> Any:
     return input
 
 
+def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
+    """What a converted sequence of linear layers and rectifiers gives for one sample, where nothing is
+    recorded; None if it has to run as usual. One such layer takes less time than what is asked about it,
+    so little is asked, and all of them are one call."""
+    if type(x) is not Tensor or x.dim() != 2 or x.shape[0] != 1 or not taken(sequence):
+        return None
+    kernels = native.kernels(x)
+    if kernels is None or not x.is_contiguous() or _watched(sequence) or _has_any_global_hook():
+        return None
+    if torch.is_autocast_enabled(x.device.type) or torch._C._len_torch_function_stack() > 0:
+        return None
+    layers: list[tuple[int, int, int, int, int, bool]] = []
+    width, dtype = x.shape[1], x.dtype
+    for module in sequence._modules.values():
+        assert module is not None
+        if isinstance(module, SparseLinear) and _own(module, SparseLinear):
+            values, bias, topology = parts = module.parts
+            if width != module.in_features or not values.is_contiguous():
+                return None
+            if bias is not None and not bias.is_contiguous():
+                return None
+            products.check_layer(products.LINEAR, width, dtype, *parts)
+            width = module.out_features
+            addresses = topology.indptr.data_ptr(), topology.indices.data_ptr(), values.data_ptr()
+            layers.append((width, *addresses, native.address(bias), False))
+        elif layers and _own(module, nn.ReLU):
+            layers[-1] = (*layers[-1][:-1], True)
+        else:
+            return None
+    if not layers or not width:
+        return None
+    products.refuse_tangents()
+    y = x.new_empty((1, width))
+    kernels.forward_single(layers, x.data_ptr(), y.data_ptr(), native.threads())
+    return y
+
+
 def _parts(sequence: nn.Sequential) -> Iterator[nn.Module]:
     """The modules that run one after the other, those of inner sequences among them."""
     for module in sequence._modules.values():

@@ -63,11 +63,12 @@ def check_layer(
     topology: Topology,
 ) -> None:
     """The same for an input of so many channels."""
-    taps, n_out = conv.kernel[0] * conv.kernel[1], topology.indptr.numel() - 1
-    if values.dim() != 1 or values.numel() != topology.indices.numel():
+    indptr, indices = topology[:2]
+    taps, n_out = conv.kernel[0] * conv.kernel[1], indptr.numel() - 1
+    if values.dim() != 1 or values.numel() != indices.numel():
         raise ValueError(
             f"values has shape {tuple(values.shape)}, expected one value for each of the "
-            f"{topology.indices.numel()} connections"
+            f"{indices.numel()} connections"
         )
     if dtype != values.dtype or (bias is not None and bias.dtype != dtype):
         given = f"input {dtype}, values {values.dtype}"
@@ -75,7 +76,7 @@ def check_layer(
             f"types differ ({given}{'' if bias is None else f', bias {bias.dtype}'}): "
             "convert the input or the layer with .to(dtype)"
         )
-    if bias is not None and tuple(bias.shape) != (n_out,):
+    if bias is not None and (bias.dim() != 1 or bias.numel() != n_out):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({n_out},)")
     ensure(topology, channels * taps, taps)
 

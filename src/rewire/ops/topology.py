@@ -108,10 +108,10 @@ def _version(tensor: Tensor) -> int:
 
 def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
     try:
-        versions = [tensor._version for tensor in topology]
+        a, b, c, d, e = topology
+        return a._version, b._version, c._version, d._version, e._version, n_in, taps, a.data_ptr()
     except RuntimeError:  # made in inference mode: they have none
-        versions = [_version(tensor) for tensor in topology]
-    return (*versions, n_in, taps, topology.indptr.data_ptr())
+        return (*map(_version, topology), n_in, taps, topology.indptr.data_ptr())
 
 
 def _remember(topology: Topology, n_in: int, taps: int) -> None:
@@ -123,9 +123,8 @@ def _remember(topology: Topology, n_in: int, taps: int) -> None:
 def ensure(topology: Topology, n_in: int, taps: int) -> None:
     """Raise a TopologyError unless all five tensors agree; free if these very tensors were checked
     before and have not been written to since."""
-    others, stamp = getattr(topology.indptr, "_rewire_checked", (None, None))
-    same = others is not None and all(map(operator.is_, others, topology[1:]))
-    if same and stamp == _stamp(topology, n_in, taps):
+    others, stamp = getattr(topology[0], "_rewire_checked", ((None,) * 4, None))
+    if all(map(operator.is_, others, topology[1:])) and stamp == _stamp(topology, n_in, taps):
         return
     indptr, indices, *rest = topology
     check_rows(indptr, indices, n_in, indptr.numel() - 1)
