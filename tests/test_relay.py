@@ -126,12 +126,21 @@ def other_way(m: Any, x: Tensor) -> Tensor:
     return side, F.relu(m.total(2, x, z))  # type: ignore[return-value]
 
 
+def thin(z: Tensor) -> Tensor:
+    return F.pad(z[:, :, ::2, ::2], (0, 0, 0, 0, 0, 0))
+
+
+def shortcut(m: Any, z: Tensor) -> Tensor:
+    return F.relu(m.norms[1](m.smaller(z)) + thin(z))
+
+
 USED: dict[str, tuple[Body, int]] = {
     "in a row": (in_a_row, 2),
     "in place": (added_in_place, 2),
     "on the left": (added_on_the_left, 2),
     "a chain": (lambda m, x: (z := m.block(0, x), F.relu(m.chain(z) + z))[1], 1),
     "no next sum": (lambda m, x: m.convs[1](m.block(0, x)), 1),
+    "a shortcut": (lambda m, x: shortcut(m, m.block(0, x)), 1),
     "fewer positions": (lambda m, x: m.smaller(m.block(0, x)), 1),
     "another way": (other_way, 1),
     "not rectified": (lambda m, x: m.convs[2](m.total(1, m.block(0, x))), 1),
@@ -159,6 +168,9 @@ ALSO_READ: dict[str, Callable[[Any, Tensor], Any]] = {
     "two convolutions": lambda m, z: m.convs[1](z) * m.convs[2](z),
     "a chain and a convolution": lambda m, z: m.chain(z) * m.convs[2](z),
     "a part": lambda m, z: (m.block(1, z), z[:, :2]),
+    "a shortcut before": lambda m, z: (side := thin(z), F.relu(m.norms[1](m.smaller(z)) + side))[1],
+    "two shortcuts": lambda m, z: shortcut(m, z) * thin(z),
+    "a shortcut and a sum": lambda m, z: (shortcut(m, z), m.block(2, z)),
     "a mean before": lambda m, z: (z.mean(), m.block(1, z)),
     "returned": lambda m, z: (m.block(1, z), z),
     "detached": lambda m, z: m.block(1, z) * z.detach(),
