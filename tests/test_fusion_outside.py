@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
+import rewire
 from fused import Net, assert_close, assert_same, batch_last, marks, normal, plain, same_buffers
 from fused_uses import USES
 from rewire import Connections, SparseConv2d
@@ -415,3 +416,20 @@ def test_a_fused_model_with_a_compiled_part() -> None:
     for result in (y, expected):
         result.square().sum().backward()
     assert_close(model[1].weight.grad, reference[1].weight.grad, 1e-9)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_numbers_that_memory_has_with_the_other_sign(batch: int, recorded: bool) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(batch, 8, dtype=torch.complex64).conj().imag
+    assert x.is_neg()
+    model = rewire.sparsify(
+        nn.Sequential(nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 2)), sparsity=0.5
+    )
+    image = torch.randn(batch, 2, 4, 4, dtype=torch.complex64).conj().imag
+    conv = rewire.sparsify(nn.Sequential(nn.Conv2d(2, 3, 3)), sparsity=0.5)
+    with torch.set_grad_enabled(recorded):
+        torch.testing.assert_close(model(x), rewire.densify(copy.deepcopy(model))(x))
+        torch.testing.assert_close(model[0](x), model[0].to_dense()(x))
+        torch.testing.assert_close(conv(image), rewire.densify(copy.deepcopy(conv))(image))

@@ -59,7 +59,9 @@ def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
     if type(x) is not Tensor or x.dim() != 2 or x.shape[0] != 1 or not taken(sequence):
         return None
     kernels = native.kernels(x)
-    if kernels is None or not x.is_contiguous() or _watched(sequence) or _has_any_global_hook():
+    if kernels is None or x.is_neg() or not x.is_contiguous():
+        return None
+    if _watched(sequence) or _has_any_global_hook():
         return None
     if torch.is_autocast_enabled(x.device.type) or torch._C._len_torch_function_stack() > 0:
         return None
@@ -219,7 +221,7 @@ def _fit(conv: SparseConv2d, norm: NormParts) -> bool:
 def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Tensor, int] | None:
     """The output of the units that start here, and where the next module stands; None if there are
     none. ``final`` says that the last module's output leaves the model."""
-    if type(x) not in (Tensor, promises.Pending) or hooked():
+    if type(x) not in (Tensor, promises.Pending) or hooked() or x.is_neg():
         return None
     if torch._C._len_torch_dispatch_stack() > 0:  # who watches sees each layer
         return None

@@ -175,11 +175,12 @@ def link(
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether nothing but eager autograd watches this call."""
+    """Whether nothing but eager autograd watches this call, and memory has the numbers as they are."""
     return (
         type(x) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
+        and not x.is_neg()
     )
 
 
