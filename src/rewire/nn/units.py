@@ -221,7 +221,9 @@ def _fit(conv: SparseConv2d, norm: NormParts) -> bool:
 def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Tensor, int] | None:
     """The output of the units that start here, and where the next module stands; None if there are
     none. ``final`` says that the last module's output leaves the model."""
-    if type(x) not in (Tensor, promises.Pending) or hooked() or x.is_neg():
+    if type(x) not in (Tensor, promises.Pending) or hooked():
+        return None
+    if type(x) is Tensor and x.is_neg():  # the kernels read memory, which has the other sign
         return None
     if torch._C._len_torch_dispatch_stack() > 0:  # who watches sees each layer
         return None
