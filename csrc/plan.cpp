@@ -160,7 +160,7 @@ void add_phases(Offsets& out, int64_t rows, const Plan& plan) {
     for (int64_t phase = 1; phase < plan.phases(); phase++)
         for (int64_t k = 0; k < rows * of.taps_h; k++) {
             const size_t i = size_t(k % of.taps_h);
-            const auto further = int32_t(plan.shift(i, 0, phase) - plan.shift(i, 0, 0));
+            const auto further = int32_t(plan.down(i, phase) - plan.down(i, 0));
             for (int32_t e = of.ptr[k * of.taps_w]; e < of.ptr[(k + 1) * of.taps_w]; e++)
                 out.offset[phase * out.count + e] = of.offset[e] + further;
         }
@@ -173,12 +173,12 @@ Offsets forward_offsets(const Geometry& g, const ByOutput& a, const Plan& plan) 
     const int64_t taps = g.taps(), plane = plan.plane();
     out.places = nullptr;
     out.count = a.ptr[g.out_channels];
-    if (taps == 1 && plane == 1 && plan.shift(0, 0, 0) == 0) {
+    if (taps == 1 && plane == 1 && plan.shift(0, 0) == 0) {
         out.entries = {a.ptr, a.indices, 1, 1};
         return out;
     }
     std::vector<int64_t> shift;
-    for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw), 0));
+    for (int64_t t = 0; t < taps; t++) shift.push_back(plan.shift(size_t(t / g.kw), size_t(t % g.kw)));
     out.ptr = Scratch<int32_t>(g.out_channels * taps + 1);
     out.offset = Scratch<int32_t>(plan.phases() * out.count);
     int32_t e = 0;
@@ -200,7 +200,7 @@ Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) 
     const int64_t taps = g.taps(), plane = plan.plane(), all = a.ptr[g.in_channels * taps];
     const auto taps_h = int32_t(plan.h.taps.size()), taps_w = int32_t(plan.w.taps.size());
     const bool whole = taps_h * taps_w == taps;  // then the taps are in order
-    if (taps == 1 && plane == 1 && whole && plan.shift(0, 0, 0) == 0) {
+    if (taps == 1 && plane == 1 && whole && plan.shift(0, 0) == 0) {
         out.entries = {a.ptr, a.outputs, 1, 1};
         out.places = a.order;
         out.count = all;
@@ -210,7 +210,7 @@ Offsets backward_offsets(const Geometry& g, const ByInput& a, const Plan& plan) 
     for (int32_t i = 0; i < taps_h; i++)
         for (int32_t j = 0; j < taps_w; j++) {
             slot.push_back(int64_t(plan.h.taps[size_t(i)]) * g.kw + plan.w.taps[size_t(j)]);
-            shift.push_back(plan.shift(size_t(i), size_t(j), 0));
+            shift.push_back(plan.shift(size_t(i), size_t(j)));
         }
     const int64_t rows = g.in_channels * int64_t(slot.size());
     out.offset = Scratch<int32_t>(plan.phases() * all);

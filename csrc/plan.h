@@ -78,11 +78,12 @@ struct Plan {
     // In how many ways a window can lie in its ring, and in which it does if row `lowest` of the source is its first.
     int64_t phases() const { return ring ? window_rows : 1; }
     int64_t phase(int64_t lowest) const { return ring ? (lowest % window_rows + window_rows) % window_rows : 0; }
-    // Positions from where a tile reads to where tap (i, j) reads.
-    int64_t shift(std::size_t i, std::size_t j, int64_t phase) const {
-        const int64_t down = h.shift[i] - origin + phase;
-        return (ring ? down % window_rows : down) * row() + w.shift[j];
+    // Positions from where a tile reads to where the i-th row of taps reads, and where tap (i, j) does.
+    int64_t down(std::size_t i, int64_t phase) const {
+        const int64_t rows_down = h.shift[i] - origin + phase;
+        return (ring ? rows_down % window_rows : rows_down) * row();
     }
+    int64_t shift(std::size_t i, std::size_t j) const { return down(i, 0) + w.shift[j]; }
 
     // Rows of the plane that are computed together: they read nothing but what is at hand at one time.
     int64_t rows_at_once() const;
@@ -90,8 +91,8 @@ struct Plan {
     bool by_channel() const;
     // A task is a band of rows of one panel, unless the mode is direct.
     int64_t bands() const;
-    // The k-th of all rows (or bands of rows, `count` in an image) of all panels, in the order in which they are written,
-    // so that each thread writes to a place of its own: which it is, and the first column of its panel.
+    // The k-th of all rows (or bands of rows, `count` in an image) of all panels, in an order that gives each thread memory
+    // of its own, panel after panel if there are any: which it is, and the first column of its panel.
     std::pair<int64_t, int64_t> place(int64_t k, int64_t count) const;
     // One row of the plane: the runs of columns that share their taps.
     std::vector<Tile> columns() const;

@@ -1,5 +1,6 @@
 """Images in panels, which our layers make for each other: everything is as in batch-last memory."""
 
+import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -118,6 +119,39 @@ def test_models_at_the_width_of_the_machine(name: str, dtype: torch.dtype, isa: 
         out.square().mean().backward()
         assert net.conv.values.grad is not None
     torch.testing.assert_close(model.conv.values.grad, apart.conv.values.grad, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "sizes",  # kernel, stride, padding, dilation; some input positions of the last two have no connection
+    [(3, 1, 1, 1), (5, 1, 0, 1), (3, 2, 1, 1), (2, 1, 1, 3), (2, 2, 1, 2), (1, 2, 0, 1)],
+)
+@pytest.mark.parametrize("image", [(40, 33), (33, 9), (64, 5)])
+def test_windows_that_slide_down(sizes: tuple[int, ...], image: tuple[int, int], isa: str) -> None:
+    """Images of which a task holds only some rows at a time, in a ring where they are wide enough."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(2, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 8, *sizes), nn.BatchNorm2d(8), nn.ReLU()),
+        *(nn.Conv2d(8, 3, 3, padding=1), nn.ReLU()),
+    )
+    model = rewire.sparsify(model, sparsity=0.5).double()
+    dense = rewire.densify(copy.deepcopy(model))
+    found = []
+    for each in (model, dense):
+        x = normal(2 * width(torch.float64), 2, *image).requires_grad_()
+        y = each(x)
+        y.square().sum().backward()
+        norms = [p.grad for m in each if isinstance(m, nn.BatchNorm2d) for p in m.parameters()]
+        found.append([y.detach(), x.grad, *norms])
+        found[-1] += [m.bias.grad for m in each if hasattr(m, "in_channels")]
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right, 1e-9)
+    for m, d in zip(model, dense, strict=True):
+        if isinstance(m, SparseConv2d):
+            again = SparseConv2d.from_dense(d, mask=m.to_dense().weight != 0)
+            d.weight.data = d.weight.grad
+            right = SparseConv2d.from_dense(d, mask=again.to_dense().weight != 0).values
+            assert_close(m.values.grad, right.detach(), 1e-9)
 
 
 def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
