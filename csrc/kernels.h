@@ -27,6 +27,12 @@ struct Entries {
     int32_t taps_h, taps_w;
 };
 
+// What will be read soon: a run of cache lines. Loops ask for it on their way.
+struct Soon {
+    const char* first = nullptr;
+    int64_t lines = 0;
+};
+
 // Mean and variation of numbers that come in pieces, as sums about a pivot near their mean.
 struct Spread {
     double pivot = 0, sum = 0, squares = 0;
@@ -45,6 +51,8 @@ struct Sum {
     const T* start;  // bias, or null
     bool relu;
     Spread* spread;  // of each row, or null
+    bool past = false;  // whether dst is written past the caches
+    Soon soon{};
 };
 
 // How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked, or plus
@@ -86,6 +94,8 @@ struct Dots {
     const T* mean;
     double* sums;
     const T *normed, *more;  // the batch norm's input; or null
+    bool past = false;
+    Soon soon{};
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.

@@ -51,10 +51,16 @@ class Affine {
 };
 
 template <class T>
+bool starts_line(const T* p) {
+    return reinterpret_cast<uintptr_t>(p) % 64 == 0;
+}
+
+template <class T>
 void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const Source<T>& source, int64_t rows,
              int64_t count, T* mean, T* variance, int threads) {
     const Sweep<T> sweep(table, {&plan}, source, threads);
     if (!sweep.tasks() || !rows) return;
+    const bool past = plan.past(rows, sizeof(T)) && starts_line(sum.dst);
     std::vector<Spread> spreads(mean ? size_t(sweep.tasks() * rows) : 0);
     threads = worth((count + rows) * sweep.elements(), threads);
     const auto cuts = cut_rows(sum.entries, rows, sweep.row_blocks(sweep.tasks(), threads));
@@ -62,9 +68,11 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
     parallel_for(sweep.tasks() * blocks, threads, [&](int64_t task) {
         Sum<T> mine = sum;
         if (mean) mine.spread = &spreads[size_t(task / blocks * rows)];
-        sweep.run(task / blocks, nullptr, [&](size_t, const T* from, int64_t phase, const Tile* tiles, int64_t some) {
-            mine.src = from;
-            mine.entries.offset = sum.entries.offset + phase * count;
+        mine.past = past;
+        sweep.run(task / blocks, nullptr, [&](size_t, const Place<T>& from, const Tile* tiles, int64_t some) {
+            mine.src = from.source;
+            mine.soon = from.soon;
+            mine.entries.offset = sum.entries.offset + from.phase * count;
             table.sum(mine, tiles, some, cuts[size_t(task % blocks)], cuts[size_t(task % blocks + 1)]);
         });
     });
@@ -127,6 +135,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     const int64_t parts = gradient_parts(count, sweep.tasks(), plan.h.count * plan.w.count == 1);
     const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, sweep.row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
+    const bool past = dots.dst && plan.past(rows, sizeof(T)) && starts_line(dots.dst);
     const Scratch<T> sums(parts * count);  // by pass, then part
     std::vector<double> before_sums(dots.sums ? size_t(parts * rows * 2) : 0);
     std::vector<double> channel_sums(totals ? size_t(parts * plan.channels) : 0);
@@ -139,6 +148,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
             const int64_t taps = entries.taps_h * entries.taps_w;
             const int64_t first = entries.ptr[row0 * taps], last = entries.ptr[row1 * taps];
             mine.push_back(dots);
+            mine.back().past = past;
             mine.back().entries = entries;
             mine.back().weight = pass->weight.get();
             mine.back().grad = start + part * pass->offsets.count;
@@ -152,10 +162,11 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
                 const int64_t block = task % blocks;
                 sweep.add_totals(t, plan.channels * block / blocks, plan.channels * (block + 1) / blocks, channels);
             }
-            sweep.run(t, row0 ? nullptr : channels, [&](size_t pass, const T* from, int64_t phase, const Tile* tiles, int64_t count) {
+            sweep.run(t, row0 ? nullptr : channels, [&](size_t pass, const Place<T>& from, const Tile* tiles, int64_t count) {
                 const Offsets& offsets = passes[pass]->offsets;
-                mine[pass].src = from;
-                mine[pass].entries.offset = offsets.entries.offset + phase * offsets.count;
+                mine[pass].src = from.source;
+                mine[pass].soon = from.soon;
+                mine[pass].entries.offset = offsets.entries.offset + from.phase * offsets.count;
                 table.dots(mine[pass], tiles, count, row0, row1);
             });
         }

@@ -10,8 +10,8 @@ constexpr int64_t kPackMin = 128 << 10;  // bytes of a source that is worth pack
 constexpr int64_t kWindow = 384 << 10;   // of a window that stays in a core's own cache,
 constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
 constexpr int64_t kNear = 4 << 20;       // and of a source that comes from near enough to be read in any order
-// Connections of a channel that are not worth packing it for: in long runs, from near by, in pieces of a batch.
-constexpr int64_t kFew = 24, kFewNear = 64, kFewInPieces = 8;
+// Connections of a channel that are not worth packing it for, and of one that is near by.
+constexpr int64_t kFew = 24, kFewNear = 64;
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 constexpr int64_t kRing = 8;             // columns that are enough for one row of an image at a time
 
@@ -70,11 +70,11 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, in
       rows(rows_) {
     const int64_t bytes = channels * height * width * batch * element;
     if (batch <= panel || bytes <= kPackMin) return;
-    // Few connections read an image where it is faster than it can be packed, long runs more so.
+    // Few connections read an image where it is faster than it can be packed, if they read whole samples.
     const bool runs = !from.panels && !to.panels;
-    const int64_t few = !runs ? kFewInPieces : bytes <= kNear ? kFewNear : kFew;
-    if (height * width > 1 && connections >= 0 && !from.panels && connections <= few * channels) {
-        if (runs) panel = batch;
+    const int64_t few = bytes <= kNear ? kFewNear : kFew;
+    if (height * width > 1 && connections >= 0 && runs && connections <= few * channels) {
+        panel = batch;
         return;
     }
     mode = from.panels && connections >= 0 ? Mode::rows : Mode::window;
@@ -109,6 +109,11 @@ int64_t Plan::bands() const {
 
 std::pair<int64_t, int64_t> Plan::place(int64_t k, int64_t count) const {
     return to.panels || from.panels ? std::pair{k % count, k / count * panel} : std::pair{k / panels(), k % panels() * panel};
+}
+
+bool Plan::past(int64_t channels_computed, int64_t element) const {
+    return !to.panels && panel < batch && batch * element % 64 == 0 &&
+           channels_computed * to.channels * to.lane * element >= kNear;
 }
 
 std::vector<Tile> Plan::columns() const {

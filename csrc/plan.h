@@ -94,6 +94,9 @@ struct Plan {
     // The k-th of all rows (or bands of rows, `count` in an image) of all panels, in an order that gives each thread memory
     // of its own, panel after panel if there are any: which it is, and the first column of its panel.
     std::pair<int64_t, int64_t> place(int64_t k, int64_t count) const;
+    // Whether so many channels of what is computed are written past the caches: threads that write pieces of the same
+    // samples by turns would take each other's lines.
+    bool past(int64_t channels_computed, int64_t element) const;
     // One row of the plane: the runs of columns that share their taps.
     std::vector<Tile> columns() const;
     // The tiles of the direct mode.

@@ -28,13 +28,32 @@ struct Places {
         }
         return load<T>(p);
     }
-    static REWIRE_INLINE void put(T* p, int64_t step, int i, Vec<T> v, int rest) {
-        p += i / V * step + i % V * kLanes<T>;
-        if constexpr (kPart) {
-            if (i % V == V - 1) return store_part(p, v, rest);
+    // `past`: the caches.
+    static REWIRE_INLINE void put(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
+        const auto at = [=](int i) { return p + i / V * step + i % V * kLanes<T>; };
+        if (!kPart && __builtin_expect(past, false)) {
+            for (int i = 0; i < V * P; i++) store_past(at(i), v[i]);
+            return;
         }
-        store<T>(p, v);
+        for (int i = 0; i < V * P; i++) kPart && i % V == V - 1 ? store_part(at(i), v[i], rest) : store<T>(at(i), v[i]);
     }
+};
+
+// Asks for what is read soon, a part of it at a time.
+class Asking {
+   public:
+    Asking(const Soon& soon, int64_t times)
+        : at_(soon.first), left_(soon.lines), each_(left_ ? (left_ + times - 1) / times : 0) {}
+    REWIRE_INLINE void ask() {
+        if (!left_) return;
+        const int64_t some = left_ < each_ ? left_ : each_;
+        for (const char* end = at_ + 64 * some; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
+        left_ -= some;
+    }
+
+   private:
+    const char* at_;
+    int64_t left_, each_;
 };
 
 // Sums about a pivot, in registers.
@@ -57,7 +76,8 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     const int32_t* offset = p.entries.offset;
     const T* weight = p.weight;
     const int64_t step = p.step;
-    for (int q = 0; q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
+    const bool past = p.past;
+    for (int q = 0; !past && q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
     Vec<T> acc[V * P];
     for (int i = 0; i < V * P; i++) acc[i] = broadcast<T>(start);
     Vec<T> other[V * P] = {};  // every second entry: one sum alone waits for its own last addition
@@ -83,10 +103,10 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     if (V * P <= 4)
         for (int i = 0; i < V * P; i++) acc[i] += other[i];
     for (int i = 0; i < V * P; i++) {
-        const Vec<T> v = p.relu ? rectify<T>(acc[i]) : acc[i];
-        if constexpr (kSpread) spread.add(v);
-        L::put(dst, dst_step, i, v, rest);
+        if (p.relu) acc[i] = rectify<T>(acc[i]);
+        if constexpr (kSpread) spread.add(acc[i]);
     }
+    L::put(dst, dst_step, acc, rest, past);
 }
 
 // A single column: batch-1 inference.
@@ -156,6 +176,7 @@ struct Group {
     static constexpr int64_t kNear = 2048 / sizeof(T);
     Runs runs[kTiles];
     int32_t pieces = 0;  // that stay in registers, at all positions
+    int32_t steps = 0;   // of one or two positions
     bool whole = true;
     int32_t near[kTiles];  // positions of each tile that others follow by more than kNear elements
     int64_t jump = kNear;  // how far it is to as many elements behind the next rows' tiles
@@ -165,6 +186,7 @@ struct Group {
         for (int64_t t = 0; t < count; t++) {
             runs[t] = Runs(entries, tiles[t]);
             pieces += tiles[t].count * ((tiles[t].len + 4 * kLanes<T> - 1) / (4 * kLanes<T>));
+            steps += tiles[t].len == 4 * kLanes<T> ? (tiles[t].count + 1) / 2 : tiles[t].count;
             whole = whole && tiles[t].len % kLanes<T> == 0;
             first = tiles[t].dst < first ? tiles[t].dst : first;
             const int64_t last = tiles[t].dst + tiles[t].count * step(tiles[t]);
@@ -186,7 +208,7 @@ struct Group {
 
 template <class T, bool kSpread>
 REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* tiles, int64_t t, int64_t row,
-                           SpreadRow<T>& spread) {
+                           SpreadRow<T>& spread, Asking& asking) {
     const Tile& tile = tiles[t];
     const Runs& runs = group.runs[t];
     constexpr int lanes = kLanes<T>;
@@ -195,10 +217,13 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
     const T* src = p.src + tile.src;
     T* dst = p.dst + row * p.row + tile.dst;
     int32_t left = tile.count;
-    for (; tile.len == 4 * lanes && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step)
+    for (; tile.len == 4 * lanes && left >= 2; left -= 2, src += 2 * tile.src_step, dst += 2 * tile.dst_step) {
+        asking.ask();
         sum_tile<T, 4, 2, false, kSpread>(p, runs, ptr, src, tile.src_step, dst, tile.dst_step, start, 0, spread,
                                           group.ahead(t, tile.count - left));
+    }
     for (; left; left--, src += tile.src_step, dst += tile.dst_step) {
+        asking.ask();
         if (tile.len == 1) {
             p.step == 1 ? sum_column(p, runs, ptr, src, dst, start, 1)
                         : sum_column(p, runs, ptr, src, dst, start, p.step);
@@ -226,24 +251,26 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
         return p.step == 1 ? sum_columns(p, tiles[0], runs, row0, row1, 1) : sum_columns(p, tiles[0], runs, row0, row1, p.step);
     }
     const Group<T> group(p.entries, tiles, count, p.row);
+    Asking asking(p.soon, (row1 - row0) * group.steps);
     for (int64_t row = row0; row < row1; row++) {
         SpreadRow<T> spread;
         Spread* const to = p.spread ? p.spread + row : nullptr;
         int64_t t = 0;
         for (; t < count && !(to && to->count && group.whole); t++) {  // no pivot yet, or lanes that hold nothing
             const Tile& tile = tiles[t];
-            sum_row<T, false>(p, group, tiles, t, row, spread);
+            sum_row<T, false>(p, group, tiles, t, row, spread, asking);
             if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
         }
         if (t == count) continue;
         spread.middle = broadcast<T>(T(to->pivot));
         for (; t < count; t++) {
-            sum_row<T, true>(p, group, tiles, t, row, spread);
+            sum_row<T, true>(p, group, tiles, t, row, spread, asking);
             to->count += int64_t(tiles[t].count) * tiles[t].len;
         }
         to->sum += double(sum_lanes<T>(spread.sum));
         to->squares += double(sum_lanes<T>(spread.squares));
     }
+    if (p.past) stores_done();
 }
 
 // dot + <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
@@ -328,7 +355,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         if (kInput == Input::normed && p.normed != p.factor) read_soon<V>(p.normed + at, ahead);
         if (kInput == Input::normed && p.more) read_soon<V>(p.more + at, ahead);
         if (kInput == Input::read && p.reading.other) read_soon<V>(p.reading.other + at, ahead);
-        if (kDst) write_soon<V>(p.dst + at, ahead);
+        if (kDst && !p.past) write_soon<V>(p.dst + at, ahead);
     }
     Vec<T> factor[n], acc[n];
     for (int i = 0; i < n; i++) {
@@ -395,8 +422,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
             before.sum += acc[i];
             before.sum_x += acc[i] * (L::get(p.normed + here, dst_step, i, rest) - before.mean);
         }
-    if constexpr (kDst)
-        for (int i = 0; i < n; i++) L::put(p.dst + here, dst_step, i, acc[i], rest);
+    if constexpr (kDst) L::put(p.dst + here, dst_step, acc, rest, p.past);
 }
 
 template <class T>
@@ -410,6 +436,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
     constexpr int lanes = kLanes<T>;
     const Group<T> group(p.entries, tiles, count, p.row);
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
+    Asking asking(p.soon, (row1 - row0) * group.steps);
     for (int64_t row = row0; row < row1; row++) {
         const int32_t* ptr = p.entries.ptr + row * taps;
         if (kInput != Input::normed && kInput != Input::read && ptr[0] == ptr[taps]) {  // its factor need not be read
@@ -442,6 +469,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             if constexpr (kPairs)
                 for (; tile.len == 4 * lanes && k + 2 <= tile.count; k += 2) {
                     const int64_t ahead = group.ahead(t, k);
+                    asking.ask();
                     dots_tile<T, 4, 2, false, kDst, kInput>(p, tile, runs, ptr, src, here, 0, held, before, ahead);
                     src += 2 * tile.src_step;
                     here += 2 * tile.dst_step;
@@ -450,6 +478,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
                 }
             for (; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
                 const int64_t ahead = group.ahead(t, k);
+                asking.ask();
                 int at = 0;
                 if constexpr (kPairs)
                     for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
@@ -472,6 +501,7 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             p.sums[2 * row + 1] += before.total_x;
         }
     }
+    if (p.past) stores_done();
 }
 
 template <class T>

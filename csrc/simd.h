@@ -49,6 +49,23 @@ REWIRE_INLINE void store(T* p, Vec<T> v) {
     std::memcpy(p, &v, sizeof v);
 }
 
+// The same past the caches, to where a vector may start. Whoever is to read it has to wait for stores_done().
+#if defined(REWIRE_AVX512)
+REWIRE_INLINE void store_past(float* p, Vec<float> v) { _mm512_stream_ps(p, (__m512)v); }
+REWIRE_INLINE void store_past(double* p, Vec<double> v) { _mm512_stream_pd(p, (__m512d)v); }
+REWIRE_INLINE void stores_done() { _mm_sfence(); }
+#elif defined(REWIRE_AVX2)
+REWIRE_INLINE void store_past(float* p, Vec<float> v) { _mm256_stream_ps(p, (__m256)v); }
+REWIRE_INLINE void store_past(double* p, Vec<double> v) { _mm256_stream_pd(p, (__m256d)v); }
+REWIRE_INLINE void stores_done() { _mm_sfence(); }
+#else
+template <class T>
+REWIRE_INLINE void store_past(T* p, Vec<T> v) {
+    store<T>(p, v);
+}
+REWIRE_INLINE void stores_done() {}
+#endif
+
 template <class T>
 REWIRE_INLINE Vec<T> broadcast(T x);
 #if defined(REWIRE_AVX512)

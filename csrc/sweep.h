@@ -12,11 +12,22 @@
 
 namespace rewire {
 
+constexpr int64_t kSoon = 4 << 20;  // bytes of a source that comes from near enough without being asked for
+
 // A tensor, and what it is read through.
 template <class T>
 struct Source {
     const T* tensor;
     Reading<T> reading{};
+};
+
+// Where some tiles read: the element for tap shift 0 of position 0, which way a window lies in its ring, and what the
+// tiles after them will read.
+template <class T>
+struct Place {
+    const T* source;
+    int64_t phase;
+    Soon soon;
 };
 
 // Rows of one panel of an image, packed as [channel][row][column][panel]. It moves down the image.
@@ -148,7 +159,7 @@ class Sweep {
     }
     const Source<T>& source() const { return source_; }
 
-    // Calls body(pass, source, phase, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of
+    // Calls body(pass, place, tiles, count) for the tiles of one task. `totals`, or null: takes in the sums of
     // the channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
@@ -157,11 +168,23 @@ class Sweep {
             const auto& tiles = tiles_[pass];
             const int64_t count = int64_t(tiles.size()), last = count * (task + 1) / tasks_;
             for (int64_t t = count * task / tasks_; t < last; t += kTiles)
-                body(pass, source_.tensor, int64_t(0), &tiles[size_t(t)], std::min(kTiles, last - t));
+                body(pass, Place<T>{source_.tensor, 0, {}}, &tiles[size_t(t)], std::min(kTiles, last - t));
         }
     }
 
    private:
+    // What rows [first, end) of the plane read where it lies and the rows before them did not, in the panel that starts at
+    // column n. A source that is near anyway need not be asked for.
+    Soon soon(int64_t n, int64_t first, int64_t end) const {
+        const Memory& from = plan_.from;
+        if (plan_.packed() || plan_.runs() * plan_.run() * int64_t(sizeof(T)) <= kSoon) return {};
+        const int64_t low = std::max<int64_t>(0, (first - 1) * plan_.h.stride + plan_.rows.highest + 1);
+        const int64_t rows = std::min(plan_.height, (end - 1) * plan_.h.stride + plan_.rows.highest + 1) - low;
+        if (rows <= 0) return {};
+        const T* start = source_.tensor + n * from.columns + low * from.rows * from.lane;
+        return {reinterpret_cast<const char*>(start), rows * from.rows * from.lane * int64_t(sizeof(T)) / 64};
+    }
+
     // The source as it is read: where nothing is packed, this is done beforehand.
     void settle(int threads) {
         const int64_t len = plan_.run(), runs = plan_.runs();
@@ -185,17 +208,16 @@ class Sweep {
         const int64_t rows = std::max<int64_t>(1, std::min(plan_.rows_at_once(), kTiles / each));
         for (int64_t i = first; i < end; i += rows) {
             const int64_t next = std::min(end, i + rows);
-            const T* source = window.at(i, next - 1);
-            const int64_t phase = plan_.phase(i * plan_.h.stride + plan_.origin);
-            for (size_t pass = 0; pass < plans_.size(); pass++)
-                place(pass, n, i, std::min(next, plans_[pass]->h.count), source, phase, body);
+            Place<T> from{window.at(i, next - 1), plan_.phase(i * plan_.h.stride + plan_.origin), {}};
+            if (next < end) from.soon = soon(n, next, std::min(end, next + rows));
+            for (size_t pass = 0; pass < plans_.size(); pass++, from.soon = {})
+                place(pass, n, i, std::min(next, plans_[pass]->h.count), from, body);
         }
     }
 
     // The tiles of rows [first, end) of one pass, for the panel that starts at column n.
     template <class Body>
-    void place(size_t pass, int64_t n, int64_t first, int64_t end, const T* source, int64_t phase,
-               Body&& body) const {
+    void place(size_t pass, int64_t n, int64_t first, int64_t end, Place<T> from, Body&& body) const {
         const Plan& plan = *plans_[pass];
         Tile group[kTiles];
         int64_t count = 0;
@@ -206,9 +228,11 @@ class Sweep {
                 tile.src += (row - first) * plan.h.stride * plan.row() * plan.panel;
                 tile.dst += (plan.h.first + row * plan.h.every) * plan.to.rows * plan.to.lane + n * plan.to.columns;
                 group[count++] = tile;
-                if (count == kTiles) body(pass, source, phase, group, std::exchange(count, 0));
+                if (count < kTiles) continue;
+                body(pass, from, group, std::exchange(count, 0));
+                from.soon = {};
             }
-        if (count) body(pass, source, phase, group, count);
+        if (count) body(pass, from, group, count);
     }
 
     const Table<T>& table_;

@@ -2,11 +2,14 @@
 
 namespace rewire::REWIRE_ISA {
 
+constexpr int64_t kPieces = 16;  // how many pieces ahead to ask for the next ones
+
 template <class T>
 void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len) {
     constexpr int lanes = kLanes<T>;
     if (len == 4 * lanes) {
         for (int64_t k = 0; k < count; k++, from += from_step, to += to_step) {
+            if (from_step != len) read_soon<4>(from, kPieces * from_step);
             const Vec<T> a = load<T>(from), b = load<T>(from + lanes), c = load<T>(from + 2 * lanes),
                          d = load<T>(from + 3 * lanes);
             store<T>(to, a);
@@ -29,6 +32,8 @@ REWIRE_INLINE void read_as(const T* from, const T* other, int64_t from_step, T* 
         for (int64_t k = 0; k < count; k++) {
             const T *x = from + k * from_step, *y = other + k * from_step;
             T* out = to + k * to_step;
+            read_soon<4>(x, kPieces * from_step);
+            if (x != y) read_soon<4>(y, kPieces * from_step);
 #pragma GCC unroll 4
             for (int i = 0; i < 4 * lanes; i += lanes) store<T>(out + i, value(load<T>(x + i), load<T>(y + i)));
         }
