@@ -288,14 +288,22 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0:
         return call(module, *args, **kwargs)
-    if type(module) is nn.Sequential and len(args) == 1 and not (kwargs or torch.is_grad_enabled()):
+    sequence = type(module) is nn.Sequential and len(args) == 1 and not kwargs
+    if sequence and not torch.is_grad_enabled():
         output = units.single(module, args[0])
         if output is not None:
             return output
     promises = begin(module)
     try:
-        with _Fusion(promises):
-            output = call(module, *args, **kwargs)
+        begun = units.start(module, args[0]) if sequence else None
+        if begun is None:
+            with _Fusion(promises):
+                output = call(module, *args, **kwargs)
+        else:
+            output, rest = begun
+            if rest:
+                with _Fusion(promises):
+                    output = units.go_on(rest, output, True)
     finally:
         end()
     promises.settle()

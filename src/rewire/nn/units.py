@@ -30,6 +30,7 @@ from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products
 from rewire.ops.chain import Link
 from rewire.ops.norms import Moments, Norm, Owed
+from rewire.ops.topology import Topology
 
 _LAYERS = (SparseConv2d, SparseLinear)
 
@@ -40,8 +41,12 @@ def forward(sequence: nn.Sequential, input: Any) -> Any:
         for module in sequence:
             input = module(input)
         return input
-    modules, at = list(_parts(sequence)), 0
-    final = promises.answers(sequence)
+    return go_on(list(_parts(sequence)), input, promises.answers(sequence))
+
+
+def go_on(modules: Sequence[nn.Module], input: Any, final: bool) -> Any:
+    """The output of modules that run one after the other. ``final`` says that it leaves the model."""
+    at = 0
     while at < len(modules):
         run = _run(modules, at, input, final) if type(modules[at]) in _LAYERS else None
         if run is None:
@@ -50,6 +55,16 @@ def forward(sequence: nn.Sequential, input: Any) -> Any:
         else:
             input, at = run
     return input
+
+
+def start(sequence: nn.Sequential, input: Any) -> tuple[Any, Sequence[nn.Module]] | None:
+    """What the first units of a model that is a sequence give, and the modules after them: no function
+    of torch is called on the way that anyone would have to see. None if there is none of them."""
+    if not taken(sequence) or _watched(sequence) or _has_any_global_hook():
+        return None
+    modules = list(_parts(sequence))
+    run = _run(modules, 0, input, True) if modules and type(modules[0]) in _LAYERS else None
+    return None if run is None else (run[0], modules[run[1] :])
 
 
 def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
@@ -174,6 +189,7 @@ class _Unit(NamedTuple):
     """A layer and what follows it, by where the next module stands."""
 
     layer: SparseConv2d | SparseLinear
+    parts: tuple[Tensor, Tensor | None, Topology]
     norm: NormParts | None
     relu: bool
     pool: nn.MaxPool2d | None
@@ -186,32 +202,34 @@ def _unit(modules: Sequence[nn.Module], at: int, final: bool) -> _Unit | None:
     if at >= len(modules) or (alone and not final) or not _own(modules[at], *_LAYERS):
         return None
     layer: Any = modules[at]
-    if layer.probe is not None or (torch.is_grad_enabled() and not layer.parts[0].requires_grad):
+    if layer.probe is not None:
+        return None
+    parts = layer.parts
+    if not parts[0].requires_grad and torch.is_grad_enabled():
         return None
     if alone:
-        return _Unit(layer, None, False, None, at + 1)
+        return _Unit(layer, parts, None, False, None, at + 1)
     bn: Any = modules[at + 1]
     if _own(bn, nn.ReLU):
-        return _Unit(layer, None, True, None, at + 2)
+        return _Unit(layer, parts, None, True, None, at + 2)
     if not (isinstance(layer, SparseConv2d) and _own(bn, nn.BatchNorm2d)):
         return None
     norm = NormParts.of(bn)
-    if not _fit(layer, norm):
+    if not _fit(layer.out_channels, parts[0], norm):
         return None
     rest: list[Any] = list(modules[at + 2 : at + 4])
     relu, pool = bool(rest) and _own(rest[0], nn.ReLU), None
     rest = rest[relu:]
     if rest and _own(rest[0], nn.MaxPool2d):
         pool = rest[0]
-    return _Unit(layer, norm, relu, pool, at + 2 + relu + (pool is not None))
+    return _Unit(layer, parts, norm, relu, pool, at + 2 + relu + (pool is not None))
 
 
-def _fit(conv: SparseConv2d, norm: NormParts) -> bool:
-    """Whether the kernels can do the batch norm."""
-    values = conv.parts[0]
+def _fit(channels: int, values: Tensor, norm: NormParts) -> bool:
+    """Whether the kernels can do the batch norm of so many channels."""
     if not (norm.uses_batch() or norm.uses_running()) or native.kernels(values) is None:
         return False
-    shape, dtype = (conv.out_channels,), values.dtype
+    shape, dtype = (channels,), values.dtype
     return all(
         t is None or (t.shape == shape and t.dtype == dtype and t.is_cpu and t.is_contiguous())
         for t in norm[1:5]
@@ -223,11 +241,11 @@ def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Te
     none. ``final`` says that the last module's output leaves the model."""
     if type(x) not in (Tensor, promises.Pending) or hooked():
         return None
-    if type(x) is Tensor and x.is_neg():  # the kernels read memory, which has the other sign
-        return None
     if torch._C._len_torch_dispatch_stack() > 0:  # who watches sees each layer
         return None
     with torch._C.DisableTorchFunction():
+        if type(x) is Tensor and x.is_neg():  # the kernels read memory, which has the other sign
+            return None
         links = _Links(x)
         while (unit := _unit(modules, at, final)) is not None:
             if not links.add(unit, final and unit.end == len(modules)):
@@ -266,8 +284,8 @@ class _Links:
     def add(self, unit: _Unit, last: bool) -> bool:
         """Add a unit if it can be done; if its pooling cannot, without it. ``last`` says that its output
         leaves the model."""
-        layer, own, dtype = unit.layer, unit.norm, self.x.dtype
-        parts, shape = layer.parts, layer.output_shape(self.shape)
+        layer, parts, own, dtype = unit.layer, unit.parts, unit.norm, self.x.dtype
+        shape = layer.output_shape(self.shape)
         if parts[0].dtype != dtype or shape is None or min(shape) < 1:
             return False
         size = math.prod(shape) // shape[1]

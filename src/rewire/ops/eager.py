@@ -105,17 +105,15 @@ class _Product(torch.autograd.Function):
         if z is not None and (passed := getattr(ctx, "passed", None)) is not None:
             # The link after this one has done so: dy has passed the rectifier, and been summed up.
             wanted, z = (*needs[:2], False), None
-        grads = list(
-            products.backward(
-                *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, sums)
-            )
+        dx, dw, db, scale, shift = products.backward(
+            *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, sums)
         )
-        if passed is not None:
-            grads[2] = passed
-        if needs[0] and ctx.rows:
-            grads[0] = layout.to_row_major(grads[0])
-        kept_grads = (g if need else None for g, need in zip(grads, needs, strict=True))
-        return *kept_grads, None, None, None
+        if dx is not None and ctx.rows:
+            dx = layout.to_row_major(dx)
+        if passed is not None and needs[2]:
+            db = passed
+        affine = (scale if needs[3] else None, shift if needs[4] else None)
+        return dx, dw, db, *affine, None, None, None
 
 
 def _by_rows(

@@ -209,11 +209,12 @@ def backward(
     owed: tuple[Tensor, Tensor] | None = None,
     relay: Relay | None = None,
     sums: Tensor | None = None,
-) -> tuple[Tensor, ...]:
-    """Gradients of input, values, bias and of the weight and bias of ``norm``, an empty tensor for each
-    that is not needed.
+) -> tuple[Tensor | None, ...]:
+    """Gradients of input, values, bias and of the weight and bias of ``norm``, None for each that is
+    not needed.
 
     Args:
+        x: as :func:`forward` takes it.
         needs: which of the first three are.
         z: the output of a rectifier, which ``dy`` has yet to pass.
         norm: what was done to ``x`` on the way in; then input and values are both needed.
@@ -228,7 +229,7 @@ def backward(
     if not together:
         dy, z, owed = complete(dy, z, owed), None, None
     if kernels is None:
-        dx, dw, db, dscale, dshift = (values.new_empty(0) for _ in range(5))
+        dx = dw = db = None
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
         picture = image(x)
         if needs[0]:
@@ -240,58 +241,62 @@ def backward(
             dw = reference.weight_gradient(conv, image(dy), picture, outputs, inputs)
         if needs[2]:
             db = dy.transpose(0, 1).flatten(1).sum(1)
-        return dx, dw, db, dscale, dshift
-    x, dy, values = layout.ready(x), layout.ready(dy), values.contiguous()
+        return dx, dw, db, None, None
+    dy, values = layout.ready(dy), values.contiguous()
     n_out, threads = topology.indptr.numel() - 1, native.threads()
     panel = int(dy.shape[-1]) if dy.dim() == 5 else 0
     geometry, _ = geometry_of(conv, tuple(x.shape), n_out, panel)
-    dx = layout.empty_like(kernels, x) if needs[0] else x.new_empty(0)
-    dw = x.new_empty(values.numel() if needs[1] else 0)
-    db = x.new_empty(n_out if needs[2] else 0)
+    dx = layout.empty_like(kernels, x) if needs[0] else None
+    dw = x.new_empty(values.numel()) if needs[1] else None
+    db = x.new_empty(n_out) if needs[2] else None
     given, source, more = norm, x, None  # the batch norm, what it reads, and what comes besides
     if relay is not None:
         assert relay.x is not None
         given, source, more = relay.norm, relay.x, relay.more()
-    dscale, factors = x.new_empty(0 if given is None else x.shape[1]), None
-    dshift = dscale
+    dscale = dshift = factors = None
     if given is not None:
-        dshift, factors = torch.empty_like(dscale), given.factors()
+        dscale, dshift, factors = x.new_empty(x.shape[1]), x.new_empty(x.shape[1]), given.factors()
+    found = dx, dw, db, dscale, dshift
     if dy.numel() == 0:
-        return dx.zero_(), dw.zero_(), db.zero_(), dscale.zero_(), dshift.zero_()
-    rest = (native.address(z), *map(native.address, owed or (None, None)))  # to be done to dy
+        return tuple(None if grad is None else grad.zero_() for grad in found)
+    rest = (native.address(z), *((0, 0) if owed is None else map(native.address, owed)))  # to be done to dy
     if (
         together and not needs[0]
     ):  # a first layer: the input has few channels, and is read many times
         kernels.weight_gradient(
             *(geometry, topology.indptr.data_ptr(), topology.indices.data_ptr()),
             *(x.data_ptr(), dy.data_ptr(), *rest),
-            *(dw.data_ptr(), db.data_ptr() if needs[2] else 0, threads),
+            *(native.address(dw), native.address(db), threads),
         )
-        return dx, dw, db, dscale, dshift
+        return found
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())
     if together:
         kernels.gradients(
             *(geometry, *slots, values.data_ptr(), x.data_ptr()),
             None if given is None else given.kernel(kernels, source),
             *(0 if relay is None else source.data_ptr(), native.address(more), dy.data_ptr()),
-            *(*rest, dx.data_ptr(), dw.data_ptr(), db.data_ptr() if needs[2] else 0),
-            *(dscale.data_ptr(), dshift.data_ptr(), native.address(factors)),
+            *(*rest, native.address(dx), native.address(dw), native.address(db)),
+            *(native.address(dscale), native.address(dshift), native.address(factors)),
             *(native.address(sums), threads),
         )
         if norm is not None:
+            assert dx is not None
             norm.leave(dx, x, factors)
         if relay is not None:
+            assert dx is not None
+            assert dscale is not None
+            assert dshift is not None
             assert factors is not None
             relay.done(dx, dscale, dshift, factors)
-        return dx, dw, db, dscale, dshift
-    if needs[0]:
+        return found
+    if dx is not None:
         kernels.input_gradient(
             geometry, *slots, values.data_ptr(), dy.data_ptr(), dx.data_ptr(), threads
         )
-    if needs[2]:
+    if db is not None:
         dy = layout.from_panels(dy) if panel else dy
         kernels.row_sums(dy.data_ptr(), n_out, dy.numel() // n_out, db.data_ptr(), threads)
-    return dx, dw, db, dscale, dshift
+    return found
 
 
 def gradient_at(
