@@ -157,7 +157,8 @@ class SparseConv2d(SparseLayer, ConvShape):
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
         with torch._C.DisableTorchFunction():
             self._check_image(x)
-            reads, norm = self._source(x)
+            running = promises.running()
+            reads, norm = self._source(x, running)
             image = reads[0]
             values, bias, _ = parts = self.parts
             conv, probe = self.sizes, self.probe
@@ -165,10 +166,10 @@ class SparseConv2d(SparseLayer, ConvShape):
             if x.dim() == 3:
                 return ops.conv2d(image.unsqueeze(0), *layer, probe=probe).squeeze(0)
             run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)
-            if not promises.running():
+            if not running:
                 return run()
             shape = products.output_shape(conv, layout.image_shape(image), self.out_channels)
-            small = min(shape) < 1 or not promises.worthwhile(shape, image, values)
+            small = min(shape) < 1 or not promises.pays(shape, image, values)
             if small and not layout.is_panels(image):
                 return run()
             products.check(conv, image, *layer[:3])
@@ -191,15 +192,15 @@ class SparseConv2d(SparseLayer, ConvShape):
 
     def source(self, x: Tensor) -> tuple[Tensor, Norm | None]:
         """What the kernels read where the input is ``x``, and the batch norm that they do on the way."""
-        (image, *_), norm = self._source(x)
+        (image, *_), norm = self._source(x, promises.running())
         if norm is not None and not eager.takes_norm(image, self.values):
             return channels.batch_norm(image, norm), None
         return image, norm
 
-    def _source(self, x: Tensor) -> tuple[tuple[Tensor, ...], Norm | None]:
+    def _source(self, x: Tensor, running: bool) -> tuple[tuple[Tensor, ...], Norm | None]:
         """The tensors that the input is made from, the first of them what the kernels read, and the
-        batch norm that they do on the way."""
-        running = self._pad_first is None and promises.running() and not hooked()
+        batch norm that they do on the way; ``running`` says that a converted model runs."""
+        running = running and self._pad_first is None and not hooked()
         behind = promises.normalized(x) if running and self.probe is None else None
         if behind is not None:
             source = behind[0][0]

@@ -289,12 +289,12 @@ def answers(module: nn.Module) -> bool:
 def worthwhile(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
     """Whether a layer should promise its output: a model runs, and a pass over memory costs more
     than the promise."""
-    return (
-        running()
-        and math.prod(shape) >= _WORTHWHILE
-        and x.dtype == values.dtype
-        and type(x) is Tensor
-    )
+    return running() and pays(shape, x, values)
+
+
+def pays(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
+    """The same where a model is known to run."""
+    return math.prod(shape) >= _WORTHWHILE and x.dtype == values.dtype and type(x) is Tensor
 
 
 _METADATA = {
