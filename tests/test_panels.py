@@ -154,6 +154,36 @@ def test_windows_that_slide_down(sizes: tuple[int, ...], image: tuple[int, int],
             assert_close(m.values.grad, right.detach(), 1e-9)
 
 
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("start", [0, 4])
+def test_activations_that_no_near_cache_holds(stride: int, start: int, isa: str) -> None:
+    """Large layers ask for the rows they read next, and write batch-last results past the caches, where these
+    start with a cache line; the gradient that comes in starts anywhere."""
+    torch.manual_seed(0)
+    convs = [nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)]
+    convs[1].stride = (stride, stride)
+    model = nn.Sequential(*(module for conv in convs for module in (conv, nn.ReLU())))
+    model = rewire.sparsify(model, sparsity=0.8).double()
+    dense = rewire.densify(copy.deepcopy(model))
+    image, batch = 48 * stride, 4 * width(torch.float64)
+    x, found = normal(batch, 8, image, 48), []
+    assert x.numel() * 8 // stride > 4 << 20
+    for each in (model, dense):
+        own = x.clone().requires_grad_()
+        y = each(own)
+        memory = torch.zeros(y.numel() + start, dtype=x.dtype)[start:]
+        gradient = memory.view(*y.shape[1:], batch).movedim(-1, 0).copy_(normal(*y.shape, seed=1))
+        y.backward(gradient)
+        found.append([y.detach(), own.grad, *(m.bias.grad for m in each if hasattr(m, "bias"))])
+    for ours, right in zip(*found, strict=True):
+        assert_close(ours, right, 1e-10)
+    for m, d in zip(model, dense, strict=True):
+        if isinstance(m, SparseConv2d):
+            mask = m.to_dense().weight != 0
+            d.weight.data = d.weight.grad
+            assert_close(m.values.grad, SparseConv2d.from_dense(d, mask=mask).values, 1e-10)
+
+
 def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
     model = rewire.sparsify(rewire.models.vgg11(), sparsity=0.9)
     for module in model.modules():
