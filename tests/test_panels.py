@@ -157,8 +157,8 @@ def test_windows_that_slide_down(sizes: tuple[int, ...], image: tuple[int, int],
 @pytest.mark.parametrize("stride", [1, 2])
 @pytest.mark.parametrize("start", [0, 4])
 def test_activations_that_no_near_cache_holds(stride: int, start: int, isa: str) -> None:
-    """Large layers ask for the rows they read next, and write batch-last results past the caches, where these
-    start with a cache line; the gradient that comes in starts anywhere."""
+    """Large layers ask for the rows they read next, and write batch-last results past the caches; the
+    gradient that comes in may start anywhere."""
     torch.manual_seed(0)
     convs = [nn.Conv2d(8, 8, 3, padding=1) for _ in range(3)]
     convs[1].stride = (stride, stride)

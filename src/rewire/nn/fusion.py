@@ -50,9 +50,10 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
-    moments, images = None, False
+    moments, images, shape = None, False, None
     if isinstance(input, Pending):
-        images = len(input._state.shape) == 4
+        shape = input._state.shape
+        images = len(shape) == 4
         input, moments = input.measured() if training else (inner(input), None)
     # Whether a layer of ours has written it; else five dimensions are those of a volume.
     known = moments is not None or (images and layout.is_panels(input))
@@ -79,7 +80,7 @@ def _batch_norm(
 
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
-    shape = layout.image_shape(input)
+    shape = tuple(input.shape) if shape is None else shape
     return promise(shape, present, *kinds(input, norm), norm=norm, leaves=owed)
 
 
@@ -288,14 +289,14 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0:
         return call(module, *args, **kwargs)
-    sequence = type(module) is nn.Sequential and len(args) == 1 and not kwargs
-    if sequence and not torch.is_grad_enabled():
-        output = units.single(module, args[0])
+    sequence = module if type(module) is nn.Sequential and len(args) == 1 and not kwargs else None
+    if sequence is not None and not torch.is_grad_enabled():
+        output = units.single(sequence, args[0])
         if output is not None:
             return output
     promises = begin(module)
     try:
-        begun = units.start(module, args[0]) if sequence else None
+        begun = None if sequence is None else units.start(sequence, args[0])
         if begun is None:
             with _Fusion(promises):
                 output = call(module, *args, **kwargs)

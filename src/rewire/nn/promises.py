@@ -135,6 +135,9 @@ class Pending(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args else None
+        if func in _RECTIFY and isinstance(first, Pending):
+            in_place = func in _IN_PLACE or bool(args[1:] and args[1])
+            return first._rectify(in_place or bool(kwargs.get("inplace")))
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
@@ -153,9 +156,6 @@ class Pending(torch.Tensor):
             isinstance(t, Pending) and t._state.read_inside for t in pytree.tree_leaves(args[1])
         ):
             raise RuntimeError(TOO_LATE)
-        if func in _RECTIFY and isinstance(first, Pending):
-            in_place = func in _IN_PLACE or bool(args[1:] and args[1])
-            return first._rectify(in_place or bool(kwargs.get("inplace")))
         if func in _ADD and len(args) == 2 and not kwargs:
             in_place, second, result = func in _IN_PLACE, args[1], NotImplemented
             if isinstance(first, Pending):

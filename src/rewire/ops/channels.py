@@ -187,7 +187,7 @@ def residual_sum(x: Tensor, norm: Norm, residual: Tensor) -> Tensor | tuple[Tens
 def _apply(
     x: Tensor, norm: Norm, residual: Tensor | None, twice: bool, relay: Relay | None = None
 ) -> Any:
-    if residual is not None:
+    if residual is not None and not layout.just_as(residual, x):
         same = layout.image_shape(residual) == layout.image_shape(x)
         if not same or residual.dtype != x.dtype:
             raise ValueError("the residual must have the shape and type of the input")

@@ -153,7 +153,10 @@ def empty_like(kernels: Any, x: Tensor) -> Tensor:
 
 def ready(x: Tensor) -> Tensor:
     """``x`` as the products read it: what is in panels as it is, all else batch-last."""
-    return in_panels(x) if x.dim() == 5 else to_batch_last(x)
+    shape = x.shape
+    if x.stride() == (panel_strides(shape) if len(shape) == 5 else strides(shape)):
+        return x
+    return in_panels(x) if len(shape) == 5 else to_batch_last(x)
 
 
 def lies_as(x: Tensor, other: Tensor) -> bool:
@@ -161,6 +164,11 @@ def lies_as(x: Tensor, other: Tensor) -> bool:
     if x.dim() != other.dim():
         return False
     return is_panels(x) if is_panels(other) else is_batch_last(x)
+
+
+def just_as(x: Tensor, other: Tensor) -> bool:
+    """Whether two tensors of one type have the same shape and lie in memory in the same way."""
+    return x.dtype == other.dtype and x.shape == other.shape and x.stride() == other.stride()
 
 
 def as_in(x: Tensor, other: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def _checked_backward(
 ) -> tuple[Tensor, ...]:
     products.check(conv, x, values, None, topology)
     products.check_gradient(conv, dy, x, topology.indptr.numel() - 1)
-    grads = products.backward(conv, dy, layout.ready(x), values, topology, needs)[:3]
+    grads = products.backward(conv, dy, x, values, topology, needs)[:3]
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 

@@ -214,7 +214,7 @@ def backward(
     not needed.
 
     Args:
-        x: as :func:`forward` takes it.
+        x: in any memory; a checkpointed layer may have read another than is there now.
         needs: which of the first three are.
         z: the output of a rectifier, which ``dy`` has yet to pass.
         norm: what was done to ``x`` on the way in; then input and values are both needed.
@@ -242,7 +242,7 @@ def backward(
         if needs[2]:
             db = dy.transpose(0, 1).flatten(1).sum(1)
         return dx, dw, db, None, None
-    dy, values = layout.ready(dy), values.contiguous()
+    x, dy, values = layout.ready(x), layout.ready(dy), values.contiguous()
     n_out, threads = topology.indptr.numel() - 1, native.threads()
     panel = int(dy.shape[-1]) if dy.dim() == 5 else 0
     geometry, _ = geometry_of(conv, tuple(x.shape), n_out, panel)
@@ -259,7 +259,10 @@ def backward(
     found = dx, dw, db, dscale, dshift
     if dy.numel() == 0:
         return tuple(None if grad is None else grad.zero_() for grad in found)
-    rest = (native.address(z), *((0, 0) if owed is None else map(native.address, owed)))  # to be done to dy
+    rest = (
+        native.address(z),
+        *((0, 0) if owed is None else map(native.address, owed)),
+    )  # to be done to dy
     if (
         together and not needs[0]
     ):  # a first layer: the input has few channels, and is read many times
