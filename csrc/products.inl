@@ -45,13 +45,16 @@ class Asking {
     Asking(const Soon& soon, int64_t times)
         : at_(soon.first), left_(soon.lines), each_(left_ ? (left_ + times - 1) / times : 0) {}
     REWIRE_INLINE void ask() {
-        if (!left_) return;
+        if (__builtin_expect(left_ > 0, false)) go_on();
+    }
+
+   private:
+    __attribute__((noinline)) void go_on() {
         const int64_t some = left_ < each_ ? left_ : each_;
         for (const char* end = at_ + 64 * some; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
         left_ -= some;
     }
 
-   private:
     const char* at_;
     int64_t left_, each_;
 };
