@@ -51,7 +51,7 @@ class Asking {
    private:
     __attribute__((noinline)) void go_on() {
         const int64_t some = left_ < each_ ? left_ : each_;
-        for (const char* end = at_ + 64 * some; at_ < end; at_ += 64) __builtin_prefetch(at_, 0, 2);
+        for (const char* end = at_ + 64 * some; at_ < end; at_ += 64) __builtin_prefetch(at_);
         left_ -= some;
     }
 
