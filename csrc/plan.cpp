@@ -12,6 +12,7 @@ constexpr int64_t kPackMax = 8 << 20;    // and of one that no cache will hold
 constexpr int64_t kNear = 4 << 20;       // and of a source that comes from near enough to be read in any order
 // Connections of a channel that are not worth packing it for, and of one that is near by.
 constexpr int64_t kFew = 24, kFewNear = 64;
+constexpr int64_t kPast = 2 << 20;       // bytes of a result that threads would take from each other
 constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is computed at, if rows are short
 constexpr int64_t kRing = 8;             // columns that are enough for one row of an image at a time
 
@@ -113,7 +114,7 @@ std::pair<int64_t, int64_t> Plan::place(int64_t k, int64_t count) const {
 
 bool Plan::past(int64_t channels_computed, int64_t element) const {
     return !to.panels && panel < batch && batch * element % 64 == 0 &&
-           channels_computed * to.channels * to.lane * element >= kNear;
+           channels_computed * to.channels * to.lane * element >= kPast;
 }
 
 std::vector<Tile> Plan::columns() const {
