@@ -253,6 +253,7 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
         const Runs runs(p.entries, tiles[0]);
         return p.step == 1 ? sum_columns(p, tiles[0], runs, row0, row1, 1) : sum_columns(p, tiles[0], runs, row0, row1, p.step);
     }
+    if (row0 >= row1) return;
     const Group<T> group(p.entries, tiles, count, p.row);
     Asking asking(p.soon, (row1 - row0) * group.steps);
     for (int64_t row = row0; row < row1; row++) {
@@ -437,6 +438,7 @@ void clear(T* dst, const Tile& tile) {
 template <class T, bool kDst, Input kInput>
 void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_t row1) {
     constexpr int lanes = kLanes<T>;
+    if (row0 >= row1) return;
     const Group<T> group(p.entries, tiles, count, p.row);
     const int64_t taps = p.entries.taps_h * p.entries.taps_w;
     Asking asking(p.soon, (row1 - row0) * group.steps);

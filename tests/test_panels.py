@@ -184,6 +184,37 @@ def test_activations_that_no_near_cache_holds(stride: int, start: int, isa: str)
             assert_close(m.values.grad, SparseConv2d.from_dense(d, mask=mask).values, 1e-10)
 
 
+@pytest.mark.parametrize("uneven", [False, True])
+def test_large_layers_whose_rows_are_few_or_uneven(
+    uneven: bool, threads: Callable[[int], None], isa: str
+) -> None:
+    """Three panels on two threads are cut by channels too, and a part may have none of them."""
+    threads(2)
+    torch.manual_seed(0)
+    panel = width(torch.float32)
+    mid = 32 * 64 // panel
+    model = nn.Sequential(
+        nn.Conv2d(3, mid, 3, padding=1), nn.ReLU(), nn.Conv2d(mid, 8, 3, padding=1)
+    )
+    model.append(nn.ReLU()).append(nn.Conv2d(8, mid, 3, padding=1))
+    model = rewire.sparsify(model, sparsity=0.9)
+    if uneven:  # one channel has almost all of the connections
+        for index in (2, 4):
+            layer = model[index].to_dense()
+            mask = torch.zeros_like(layer.weight, dtype=torch.bool)
+            mask[:, 0] = mask[0] = True
+            torch.nn.init.normal_(layer.weight, std=0.1)
+            model[index] = SparseConv2d.from_dense(layer, mask=mask)
+    dense = rewire.densify(copy.deepcopy(model)).double()
+    x = normal(3 * panel, 3, 14, 14, dtype=torch.float32)
+    ours, right = x.clone().requires_grad_(), x.double().requires_grad_()
+    y, z = model(ours), dense(right)
+    assert_close(y, z)
+    y.sum().backward()
+    z.sum().backward()
+    assert_close(ours.grad, right.grad, 1e-4)
+
+
 def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
     model = rewire.sparsify(rewire.models.vgg11(), sparsity=0.9)
     for module in model.modules():

@@ -168,8 +168,7 @@ class SparseConv2d(SparseLayer, ConvShape):
             run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)
             if not running:
                 return run()
-            seen = x if self._pad_first is None else image  # what is in panels looks as it should
-            shape = products.output_shape(conv, tuple(seen.shape), self.out_channels)
+            shape = products.output_shape(conv, layout.image_shape(image), self.out_channels)
             small = min(shape) < 1 or not promises.pays(shape, image, values)
             if small and not layout.is_panels(image):
                 return run()

@@ -50,10 +50,9 @@ def _batch_norm(
     eps: float = 1e-5,
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
-    moments, images, shape = None, False, None
+    moments, images = None, False
     if isinstance(input, Pending):
-        shape = input._state.shape
-        images = len(shape) == 4
+        images = len(input._state.shape) == 4
         input, moments = input.measured() if training else (inner(input), None)
     # Whether a layer of ours has written it; else five dimensions are those of a volume.
     known = moments is not None or (images and layout.is_panels(input))
@@ -80,7 +79,7 @@ def _batch_norm(
 
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
-    shape = tuple(input.shape) if shape is None else shape
+    shape = layout.image_shape(input)
     return promise(shape, present, *kinds(input, norm), norm=norm, leaves=owed)
 
 
