@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from rewire.nn.linear import SparseLinear
 from rewire.nn.promises import kept, kinds, promise
 from rewire.nn.state import hooked
 from rewire.nn.taking import taken
-from rewire.ops import chain, channels, eager, native, pooling, products
+from rewire.ops import chain, channels, eager, native, pooling, products, topology
 from rewire.ops.chain import Link
 from rewire.ops.norms import Moments, Norm, Owed
 from rewire.ops.topology import Topology
@@ -78,26 +78,35 @@ def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
         return None
     if _watched(sequence) or _has_any_global_hook():
         return None
-    if torch.is_autocast_enabled(x.device.type) or torch._C._len_torch_function_stack() > 0:
+    if torch.is_autocast_enabled("cpu") or torch._C._len_torch_function_stack() > 0:
         return None
     layers: list[tuple[int, int, int, int, int, bool]] = []
     width, dtype = x.shape[1], x.dtype
     for module in sequence._modules.values():
         assert module is not None
-        if isinstance(module, SparseLinear) and _own(module, SparseLinear):
-            values, bias, topology = parts = module.parts
-            if width != module.in_features or not values.is_contiguous():
-                return None
-            if bias is not None and not bias.is_contiguous():
-                return None
-            products.check_layer(products.LINEAR, width, dtype, *parts)
-            width = module.out_features
-            addresses = topology.indptr.data_ptr(), topology.indices.data_ptr(), values.data_ptr()
-            layers.append((width, *addresses, native.address(bias), False))
-        elif layers and _own(module, nn.ReLU):
-            layers[-1] = (*layers[-1][:-1], True)
-        else:
+        kind, own = type(module), module.__dict__
+        if _watched(module) or ("forward" in own and not taken(module)):
             return None
+        if kind is nn.ReLU and layers:
+            layers[-1] = (*layers[-1][:-1], True)
+            continue
+        if kind is not SparseLinear or own["in_features"] != width:
+            return None
+        parameters, buffers = own["_parameters"], own["_buffers"]
+        values, bias = parameters.get("values"), parameters.get("bias")
+        if values is None or not values.is_contiguous():
+            return None
+        if bias is not None and not bias.is_contiguous():
+            return None
+        indptr, indices, out = buffers["indptr"], buffers["indices"], own["out_features"]
+        fits = values.dtype == dtype and values.shape == indices.shape and len(indptr) == out + 1
+        if bias is not None:
+            fits = fits and bias.dtype == dtype and bias.shape == (out,)
+        if not fits or not topology.known(indptr, indices, width):
+            products.check_layer(products.LINEAR, width, dtype, *cast(SparseLinear, module).parts)
+        width = out
+        addresses = indptr.data_ptr(), indices.data_ptr(), values.data_ptr()
+        layers.append((width, *addresses, 0 if bias is None else bias.data_ptr(), False))
     if not layers or not width:
         return None
     products.refuse_tangents()
