@@ -107,3 +107,16 @@ def test_runs_as_usual_where_somebody_watches() -> None:
         torch.testing.assert_close(model(x), _plain(model)(x))
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model(x).dtype == torch.float32
+
+
+def test_connections_of_fewer_units_run_as_usual() -> None:
+    model = _model((20, 30), bias=False)
+    layer = model[0]
+    kept = rewire.SparseLinear(20, 12, bias=False, sparsity=0.7)
+    for name in ("indptr", "indices", "slots", "outputs", "order"):
+        layer._buffers[name] = kept._buffers[name]
+    layer.values = kept.values
+    x = torch.randn(1, 20)
+    with torch.no_grad():
+        assert units.single(model, x) is None
+        torch.testing.assert_close(model(x), kept(x))

@@ -99,7 +99,9 @@ def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
         if bias is not None and not bias.is_contiguous():
             return None
         indptr, indices, out = buffers["indptr"], buffers["indices"], own["out_features"]
-        fits = values.dtype == dtype and values.shape == indices.shape and len(indptr) == out + 1
+        if len(indptr) != out + 1:  # somebody has put other connections there
+            return None
+        fits = values.dtype == dtype and values.shape == indices.shape
         if bias is not None:
             fits = fits and bias.dtype == dtype and bias.shape == (out,)
         if not fits or not topology.known(indptr, indices, width):
