@@ -261,7 +261,7 @@ class Rewirer:
             {s.name: [c] for s, c in zip(sites, new, strict=True)}, self._group, "after", self.t
         )
         for site, change in zip(sites, changes, strict=True):
-            apply(site, change, self.optimizer)
+            apply(site, change)
         parts = {site.name: part(site) for site in self._sites}
         rewiring = total(self.t, self.alpha(self.t), parts)
         self.history.append(rewiring)

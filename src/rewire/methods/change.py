@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -74,7 +74,7 @@ class Change(NamedTuple):
 
     connections: Connections
     values: Tensor
-    optimizer: dict[str, Any]
+    optimizer: optim.Carried
     state: dict[str, Tensor]
 
 
@@ -103,11 +103,11 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
     )
 
 
-def apply(site: Site, change: Change | None, optimizer: Optimizer) -> None:
+def apply(site: Site, change: Change | None) -> None:
     """Make the change."""
     if change is not None:
         site.layer.set_connections(change.connections, change.values)
-        optim.put(optimizer, site.layer.parameter, change.optimizer)
+        optim.put(site.layer.parameter, change.optimizer)
         site.state = change.state
         site.count().add(sampling.rows(subset_of(site)), site.grown)
 

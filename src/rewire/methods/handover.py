@@ -27,12 +27,12 @@ def hand_over(model: nn.Module, optimizer: Optimizer) -> dict[nn.Module, Connect
     if model in found:
         raise ValueError("a single layer cannot be replaced in itself: put it into nn.Sequential")
     new: dict[nn.Module, ConnectedLayer] = {}
-    for layer in found:
+    states = [optim.carry(optimizer, layer.weight, _gathering(layer)) for layer in found]
+    for layer, state in zip(found, states, strict=True):
         with torch.random.fork_rng(devices=[]):  # a new layer draws weights first
             sparse = layer.to_sparse()
         carry_over(layer, sparse)
         sparse.bias = layer.bias
-        state = optim.carry(optimizer, layer.weight, _gathering(layer))
         optim.exchange(optimizer, layer.weight, sparse.values, state)
         new[layer] = sparse
     replace(model, new)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rewire import optim, sampling
+from rewire import optim, sampling, wrappers
 from rewire.connections import Connections
 from rewire.methods.base import Rewirer
 from rewire.methods.history import LayerRewiring, Rewiring, total
-from rewire.methods.site import Site
+from rewire.methods.site import Site, parameters
 from rewire.nn.masked import MaskedLayer
 from rewire.ops.sampling import select
 
@@ -76,47 +76,63 @@ class TopKAST(Rewirer):
             scope=scope,
             seed=seed,
         )
+        inner = wrappers.optimizers(optimizer)[1:]
+        if inner:
+            raise ValueError(
+                f"Top-KAST acts right before and after each update, which {type(optimizer).__name__} "
+                f"leaves to {type(inner[0]).__name__}: use that one by itself"
+            )
         for site in self._sites:
             _check(site)
         self._resting: dict[str, Tensor] = {}
         for site in self._sites:
-            self._refresh(site)
+            self._apply(site, self._plan(site))
         for register, hook in (
             (optimizer.register_step_pre_hook, self._before),
             (optimizer.register_step_post_hook, self._after),
         ):
             cast(Any, register)(_weak(hook))
 
-    def _refresh(self, site: Site) -> tuple[Connections, Connections]:
-        """Choose A and B of a layer; returns the connections before and after."""
-        layer, before = _masked(site), site.active
+    def _plan(self, site: Site) -> _Change:
+        """Choose A and B of a layer; nothing is changed yet."""
+        layer = _masked(site)
         magnitudes = layer.flat(layer.weight.detach()).abs().flatten()
-        reach = min(sampling.ceil(self.backward * len(before)), magnitudes.numel())
+        reach = min(sampling.ceil(self.backward * layer.count), magnitudes.numel())
         a, b = (
             layer.shaped(select(magnitudes, count).view(layer.n_out, layer.n_in))
-            for count in (len(before), reach)
+            for count in (layer.count, reach)
         )
-        if layer.reach is not None:
-            entering = b & ~layer.reach
-            state = optim.carry(
-                self.optimizer,
-                layer.weight,
-                lambda value, fresh: torch.where(entering, torch.full_like(value, fresh), value),
-            )
-            optim.put(self.optimizer, layer.weight, state)
-        layer.mask.copy_(a)
-        layer.reach = b
-        site.memory |= {"active": layer.mask, "reach": b}
+        if layer.reach is None:
+            return _Change(a, b, None)
+        entering = b & ~layer.reach
+        state = optim.carry(
+            self.optimizer,
+            layer.weight,
+            lambda value, fresh: torch.where(entering, torch.full_like(value, fresh), value),
+        )
+        return _Change(a, b, state)
+
+    def _apply(self, site: Site, change: _Change) -> tuple[Connections, Connections]:
+        """Make the change; returns the connections before and after."""
+        layer, before = _masked(site), site.active
+        if change.optimizer is not None:
+            optim.put(layer.weight, change.optimizer)
+        layer.mask.copy_(change.active)
+        layer.reach = change.reach
+        site.memory |= {"active": layer.mask, "reach": change.reach}
         return before, site.active
 
     @torch.no_grad()
     def _rewire(self) -> Rewiring:
         parts: dict[str, LayerRewiring] = {}
+        sites = [site for site in self._sites if site.layer.parameter.requires_grad]
+        optim.check(self.optimizer, parameters(sites))
+        changes = {site.name: self._plan(site) for site in sites}  # may raise
         for site in self._sites:
             counter = site.count()
             grown, reach = 0, 0
-            if site.layer.parameter.requires_grad:
-                before, after = self._refresh(site)
+            if site.name in changes:
+                before, after = self._apply(site, changes[site.name])
                 new = ~torch.isin(after.keys(), before.keys())
                 grown, reach = int(new.sum()), int(site.memory["reach"].sum())
                 counter.add(sampling.rows(after))
@@ -162,6 +178,14 @@ class TopKAST(Rewirer):
             layer = _masked(site)
             layer.reach = site.memory["reach"].to(layer.mask)
             layer.mask.copy_(site.memory["active"])
+
+
+class _Change(NamedTuple):
+    """A and B of a layer after a rewiring, and what the optimizer keeps then."""
+
+    active: Tensor
+    reach: Tensor
+    optimizer: optim.Carried | None
 
 
 def _masked(site: Site) -> MaskedLayer:
