@@ -1,6 +1,7 @@
 """Always-sparse neural-network training for PyTorch."""
 
 from rewire import distributed
+from rewire.averaging import EMA
 from rewire.connections import Connections
 from rewire.methods import (
     DSR,
@@ -42,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "DSR",
+    "EMA",
     "GSE",
     "SET",
     "SNFS",

@@ -17,8 +17,10 @@ from rewire.connections import Connections
 from rewire.methods import together
 from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
 from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
+from rewire.methods.following import Followers
 from rewire.methods.history import History, Rewiring, total
 from rewire.methods.site import Probe, Site, find, parameters
+from rewire.nn import copies
 from rewire.ops.sampling import Stream, magnitude
 from rewire.sampling import DRAWS, Batch
 
@@ -86,7 +88,9 @@ class Rewirer:
         check_choice("scope", scope, ("global", "layer"))
         communication.refuse_ddp(model)
         self._sites = find(model)
-        self._model = weakref.ref(model)
+        for site in self._sites:
+            copies.release(site.layer)
+        self._model, self._followers = weakref.ref(model), Followers(model)
         self._known: Alone | None = None
         trained = [site for site in self._sites if site.layer.parameter.requires_grad]
         if not trained:
@@ -163,12 +167,29 @@ class Rewirer:
         rewiring = None
         if self.due(self.t):
             try:
+                self._followers.check(self._sites)
                 rewiring = self._rewire()
             except Exception:
                 self.t -= 1
                 raise
+            self._followers.bring()
+        if self.due(self.t + 1):
+            self._followers.observe(self._sites)
         self._arm()
         return rewiring
+
+    def follow(self, averaged: nn.Module) -> None:
+        """Let the connections of a copy of the model follow those of the model in every rewiring.
+
+        For ``torch.optim.swa_utils.AveragedModel`` and its like, which average parameters by their place.
+        Its values follow by coordinates: those of removed connections are discarded, those of grown ones
+        are zero. It has the model's connections from now on. It is not kept alive, and not saved with the
+        rewirer: call this again after resuming. :class:`rewire.EMA` does not need it.
+
+        Args:
+            averaged: has a deep copy of the model in it, and leaves buffers as the model has them.
+        """
+        self._followers.add(averaged)
 
     # Looking at layers while they train -----------------------------------------------------------
 

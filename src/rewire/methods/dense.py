@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 from rewire.communication import Alone
 from rewire.methods.arguments import Fraction
 from rewire.methods.base import Rewirer
+from rewire.methods.following import Followers
 from rewire.methods.history import History
 
 
@@ -31,6 +32,7 @@ class Dense(Rewirer):
         seed: int = 0,
     ) -> None:
         self.optimizer, self.t = optimizer, 0
+        self._followers = Followers(model)
         self.every, self.until, self.fraction = every, until, fraction
         self.scope, self.seed = scope, seed
         self._sites, self._probes, self._armed, self._known = [], [], False, Alone()

@@ -144,6 +144,7 @@ class Gradual(Rewirer):
             site.layer = new.get(site.layer, site.layer)
             site.clear()
         self.handed_over = True
+        self._followers.bring()
 
     def state_dict(self) -> dict[str, Any]:
         """As :meth:`Rewirer.state_dict`."""

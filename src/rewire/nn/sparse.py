@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, ClassVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rewire.connections import Connections
+from rewire.nn import copies
 from rewire.nn.layer import ConnectedLayer
 from rewire.ops import topology
 from rewire.ops.products import LINEAR
@@ -170,6 +172,12 @@ class SparseLayer(ConnectedLayer):
         )
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
+        new = memo[id(self)] = self.__new__(type(self))
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        copies.note(self, new)
+        return new
 
     def _parameters_used(self) -> tuple[Tensor, ...]:
         return (self.values,) if self.bias is None else (self.values, self.bias)
