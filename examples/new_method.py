@@ -20,7 +20,7 @@ class Saliency(rewire.Rewirer):
         return site.gradient.abs()  # of the loss, at S: the largest grow
 
     def survival(self, site: rewire.Site) -> Tensor:
-        return (site.weights * site.layer.values.grad).abs()  # at A: the smallest go
+        return (site.weights * site.slopes).abs()  # at A: the smallest go
 
 
 def train(method: type[rewire.Rewirer], epochs: int, sparsity: float, seed: int) -> float:

@@ -100,7 +100,7 @@ def grads_of(model: nn.Module, like: nn.Module) -> dict[str, Tensor | None]:
                 c = module.connections
                 if grad is not None:
                     flat = grad.permute(0, 2, 3, 1).flatten(1) if grad.dim() == 4 else grad
-                    grad = flat[c.outputs(), c.inputs()]
+                    grad = flat[c.outputs(), c.inputs()][:, None]
                 key = "values"
             result[f"{name}.{key}"] = grad
     return result

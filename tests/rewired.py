@@ -117,7 +117,7 @@ def topology(model: nn.Module) -> dict[str, set[int]]:
 
 def by_key(layer: SparseLayer, tensor: Tensor | None = None) -> dict[int, float]:
     tensor = layer.values if tensor is None else tensor
-    return dict(zip(layer.connections.keys().tolist(), tensor.tolist(), strict=True))
+    return dict(zip(layer.connections.keys().tolist(), tensor.flatten().tolist(), strict=True))
 
 
 def dense_gradients(
@@ -141,5 +141,5 @@ def hand_made(active: list[tuple[int, int, float]], n_in: int = 3, n_out: int = 
     chosen = Connections.from_keys(torch.tensor([o * n_in + i for o, i, _ in order]), n_in, n_out)
     layer = SparseLinear(n_in, n_out, bias=False, connections=chosen)
     with torch.no_grad():
-        layer.values.copy_(torch.tensor([w for _, _, w in order]))
+        layer.assign(torch.tensor([w for _, _, w in order]))
     return layer

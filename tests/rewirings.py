@@ -79,7 +79,7 @@ def keys_of(model: nn.Module) -> list[set[int]]:
 
 def values_of(model: nn.Module) -> list[dict[int, float]]:
     return [
-        dict(zip(layer.connections.keys().tolist(), layer.values.tolist(), strict=True))
+        dict(zip(layer.connections.keys().tolist(), layer.values.flatten().tolist(), strict=True))
         for layer in layers_of(model)
     ]
 
@@ -279,7 +279,7 @@ def state_by_key(optimizer: torch.optim.Optimizer, layer: SparseLayer) -> dict[s
     """Per-connection state by key, the rest as it is."""
     keys, state = layer.connections.keys().tolist(), optimizer.state[layer.values]
     return {
-        name: dict(zip(keys, value.tolist(), strict=True))
+        name: dict(zip(keys, value.flatten().tolist(), strict=True))
         if isinstance(value, Tensor) and value.shape == layer.values.shape
         else copy.deepcopy(value)
         for name, value in state.items()

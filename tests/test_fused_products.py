@@ -91,7 +91,7 @@ def run(
     y.backward(batch_last(up).to(dtype))
     kept = layer.connections
     flat = dense.weight.grad.permute(0, 2, 3, 1).flatten(1)
-    close(layer.values.grad, flat[kept.outputs(), kept.inputs()])
+    close(layer.values.grad, flat[kept.outputs(), kept.inputs(), None])
     close(layer.bias.grad, dense.bias.grad)
     for mine, right in zip(ours if normalize else ours[:1], theirs, strict=False):
         close(mine.grad, right.grad)
@@ -179,7 +179,7 @@ def test_linear_masks_and_adds_on_the_way_back() -> None:
     close(mine.grad, theirs.grad)
     close(layer.bias.grad, dense.bias.grad)
     kept = layer.connections
-    close(layer.values.grad, dense.weight.grad[kept.outputs(), kept.inputs()])
+    close(layer.values.grad, dense.weight.grad[kept.outputs(), kept.inputs(), None])
 
 
 def test_a_model_normalizes_where_it_convolves(monkeypatch: pytest.MonkeyPatch) -> None:

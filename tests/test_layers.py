@@ -21,7 +21,7 @@ def test_the_layer_holds_what_was_asked_for(make: Make) -> None:
     total = layer.n_in * layer.n_out
     assert layer.n_in == (12 if make is linear else 4 * 3 * 2)
     assert layer.n_out == (9 if make is linear else 6)
-    assert layer.values.shape == (total // 4,)
+    assert layer.values.shape == (total // 4, 1)
     assert layer.density == layer.values.numel() / total
     assert [name for name, _ in layer.named_parameters()] == ["values", "bias"]
     assert make(sparsity=None, connections=17).values.numel() == 17
@@ -333,7 +333,7 @@ def test_layers_without_connections(sizes: tuple[int, int], bias: bool) -> None:
         assert x.grad is not None
         assert torch.equal(x.grad, torch.zeros_like(x))
         assert layer.values.grad is not None
-        assert layer.values.grad.shape == (0,)
+        assert layer.values.grad.shape == (0, 1)
     if layer.bias is not None:
         assert layer.bias.grad is not None
         assert torch.equal(layer.bias.grad, torch.full((sizes[1],), 5.0))

@@ -29,7 +29,9 @@ def test_to_dense_is_the_same_layer(make: Make) -> None:
     assert make(bias=False).to_dense().bias is None
     # Our numbering of input units, by hand.
     c = layer.connections
-    for o, i, value in zip(c.outputs().tolist(), c.inputs().tolist(), layer.values, strict=True):
+    for o, i, value in zip(
+        c.outputs().tolist(), c.inputs().tolist(), layer.values[:, 0], strict=True
+    ):
         place = (o, i) if make is linear else (o, i % 4, i // 4 // 2, i // 4 % 2)
         assert torch.equal(dense.weight[place], value)
     with torch.no_grad():
@@ -182,7 +184,7 @@ def test_sparse_csr_without_bias_or_connections(make: Make) -> None:
     else:
         back = SparseConv2d.from_sparse_csr(sparse, kernel_size=(3, 2))
     assert back.bias is None
-    assert back.values.shape == (0,)
+    assert back.values.shape == (0, 1)
 
 
 @csr
@@ -198,7 +200,7 @@ def test_from_sparse_csr_in_any_order_and_type() -> None:
         )
         layer = SparseLinear.from_sparse_csr(sparse)
         assert layer.connections.keys().tolist() == [0, 2, 4]
-        assert layer.values.tolist() == [1.0, 3.0, 0.0]  # a stored zero is a connection
+        assert layer.values.tolist() == [[1.0], [3.0], [0.0]]  # a stored zero is a connection
         torch.testing.assert_close(
             layer(torch.tensor([[1.0, 2.0, 3.0]])), torch.tensor([[10.0, 0]])
         )
@@ -236,16 +238,17 @@ def test_from_sparse_csr_refuses_what_is_none() -> None:
 
 
 @both
-def test_set_connections(make: Make) -> None:
+@pytest.mark.parametrize("shape", [(-1,), (-1, 1)])
+def test_set_connections(make: Make, shape: tuple[int, ...]) -> None:
     layer = make()
     parameter = layer.values
     layer(data(layer)).sum().backward()
     new = Connections.random(layer.n_in, layer.n_out, 11, seeded(9))
-    layer.set_connections(new, torch.arange(11))
+    layer.set_connections(new, torch.arange(11).view(shape))
     assert layer.values is parameter
     assert layer.values.grad is None
     assert layer.values.dtype == torch.float32
-    assert layer.values.tolist() == list(range(11))
+    assert layer.values.tolist() == [[i] for i in range(11)]
     assert torch.equal(layer.connections.keys(), new.keys())
     assert_as_dense(layer)
 
@@ -278,7 +281,7 @@ def test_set_connections_refuses_what_does_not_fit(make: Make) -> None:
     layer = make()
     before, expected = copy.deepcopy(layer.state_dict()), layer(data(layer))
     new = Connections.random(layer.n_in, layer.n_out, 11, seeded(9))
-    for values in (torch.zeros(10), torch.zeros(11, 1), torch.zeros(())):
+    for values in (torch.zeros(10), torch.zeros(10, 1), torch.zeros(1, 11), torch.zeros(())):
         with pytest.raises(ValueError, match="values has shape"):
             layer.set_connections(new, values)
     for sizes in ((layer.n_in + 1, layer.n_out), (layer.n_in, layer.n_out - 1)):

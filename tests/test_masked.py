@@ -200,7 +200,7 @@ def test_rewirings_are_those_of_sparse_storage(name: str) -> None:
             torch.testing.assert_close(weights(x), weights(y), rtol=1e-6, atol=1e-9)
             momentum = second.state[y.parameter]["momentum_buffer"]
             torch.testing.assert_close(
-                first.state[x.parameter]["momentum_buffer"],
+                x.gather(first.state[x.parameter]["momentum_buffer"]),
                 y.gather(momentum),
                 rtol=1e-6,
                 atol=1e-9,

@@ -151,7 +151,7 @@ def test_fresh_values_have_the_variance_of_their_fan_in() -> None:
     layer = rewire.sparsify(nn.Linear(400, 300), 0.9)
     fan_in = layer.connections.fan_in()
     bound = (3 / fan_in).sqrt()
-    share = layer.values.detach() / bound[layer.connections.outputs()]
+    share = layer.values.detach() / bound[layer.connections.outputs(), None]
     assert share.abs().max() <= 1
     assert share.var() == pytest.approx(1 / 3, rel=0.05)
 
@@ -394,7 +394,7 @@ def test_a_model_computes_and_learns_what_its_dense_form_does(name: str) -> None
                 gradient = gradient.permute(0, 2, 3, 1)
             a = ours.connections
             expected = gradient.flatten(1)[a.outputs(), a.inputs()]
-            torch.testing.assert_close(ours.values.grad, expected, rtol=1e-6, atol=1e-9)
+            torch.testing.assert_close(ours.values.grad, expected[:, None], rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(sparse.eval()(x), dense.eval()(x))
 
 

@@ -3,11 +3,16 @@
 State of one element per connection follows it: survivors keep theirs, and grown connections get what the
 optimizer gives a fresh parameter. What belongs to the parameter as a whole (step counts, None) stays. The
 same holds for optimizers inside the given one, and for tensors that they keep outside of their state.
+
+The values of a sparse layer are a column, (connections, 1). Optimizers that factor the second moment of a
+matrix (Adafactor) keep its means over rows and over columns. A row of such a column is one connection, so
+the first are state of one element per connection, and the second is one number: the mean of the first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,12 +20,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire import wrappers
-from rewire.ops import sampling
 
 _REFUSED = {
     "LBFGS": "its history of whole gradients has no meaning for other connections",
     "SparseAdam": "it takes sparse gradients, and those of a sparse layer are dense over its connections",
-    "Muon": "it orthogonalises matrices, and the values of a sparse layer are a vector",
+    "Muon": "it orthogonalises matrices, and the values of a sparse layer are a single column",
     "ZeroRedundancyOptimizer": "each process holds the state of its own share of the parameters alone",
 }
 
@@ -112,52 +116,69 @@ class Carried(NamedTuple):
 
 
 @torch.no_grad()
-def carry(optimizer: Optimizer, parameter: nn.Parameter, source: Tensor | Change) -> Carried:
+def carry(optimizer: Optimizer, parameter: nn.Parameter, change: Change) -> Carried:
     """What the optimizer keeps about a parameter whose connections are about to be replaced.
 
     Args:
         optimizer: holds the parameter, which still has its old values.
-        parameter: one element per connection, or whatever ``source`` knows how to change.
-        source: for every new connection where it stands now, -1 if it is grown; or a function that
-            changes state of the parameter's shape, and is told what a fresh parameter gets.
+        parameter: the weights of a layer.
+        change: changes state of the parameter's shape, and is told what a fresh parameter gets.
 
     Raises:
-        ValueError: for state that is neither of the parameter's shape nor a scalar.
+        ValueError: for state that is neither of the parameter's shape nor a scalar, nor a factor of it.
     """
-    states = [
-        (state, {k: _carried(one, parameter, k, v, source) for k, v in state[parameter].items()})
-        for one, name, state in wrappers.mappings(optimizer, parameter)
-        if name == "state"
-    ]
+    states = []
+    for one, state in _states(optimizer, parameter):
+        old = state[parameter]
+        states.append((state, {key: _carried(one, parameter, old, key, change) for key in old}))
     tensors = [
-        (tensor, _changed(tensor, source, 0.0))
+        (tensor, change(tensor.detach(), 0.0))
         for _, tensor, of in wrappers.kept(optimizer)
         if of is parameter and tensor.shape == parameter.shape
     ]
     return Carried(states, tensors)
 
 
-def _changed(tensor: Tensor, source: Tensor | Change, fresh: float) -> Tensor:
-    if isinstance(source, Tensor):
-        return sampling.follow(tensor.detach(), source, fresh)
-    return source(tensor.detach(), fresh)
+def _states(optimizer: Optimizer, parameter: Tensor) -> list[tuple[Optimizer, Any]]:
+    """Every ``state`` with an entry for the parameter, and the optimizer that it belongs to."""
+    found = wrappers.mappings(optimizer, parameter)
+    return [(one, mapping) for one, name, mapping in found if name == "state"]
 
 
 def _carried(
-    optimizer: Optimizer, parameter: nn.Parameter, key: Any, value: Any, source: Tensor | Change
+    optimizer: Optimizer, parameter: nn.Parameter, old: Mapping[Any, Any], key: Any, change: Change
 ) -> Any:
+    value = old[key]
     if not isinstance(value, Tensor):
         if value is None or isinstance(value, int | float | str):
             return value
-    elif value.layout == torch.strided and value.shape == parameter.shape:
-        return _changed(value, source, _fresh(optimizer, parameter, key))
     elif value.dim() == 0:
         return value
+    elif value.layout == torch.strided:
+        rows = _rows(old, key) if _is_column(parameter) else None
+        if rows is not None and value.numel() == 1 and rows.numel() == parameter.numel():
+            kept = change(rows.detach().view(parameter.shape), 0.0)
+            return kept.mean().view(value.shape)
+        if value.shape == parameter.shape:
+            return change(value.detach(), _fresh(optimizer, parameter, key))
+        if _is_column(parameter) and value.shape == parameter.shape[:1]:
+            return change(value.detach().unsqueeze(1), 0.0).squeeze(1)
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"{type(optimizer).__name__} keeps {key!r} of {what} for {parameter.numel()} connections: it is "
         "not known how that follows a rewiring; use an optimizer with one element per connection"
     )
+
+
+def _is_column(parameter: Tensor) -> bool:
+    return parameter.dim() == 2 and parameter.shape[1] == 1
+
+
+def _rows(state: Mapping[Any, Any], key: Any) -> Tensor | None:
+    """Of a matrix whose second moment is factored, the means over rows that belong to those over columns:
+    ``row_var`` to ``col_var``, ``exp_avg_sq_row`` to ``exp_avg_sq_col``; None for other state."""
+    rows = state.get(key.replace("col", "row")) if isinstance(key, str) and "col" in key else None
+    return rows if isinstance(rows, Tensor) else None
 
 
 def _fresh(optimizer: Optimizer, parameter: nn.Parameter, key: Any) -> float:
@@ -185,3 +206,40 @@ def exchange(optimizer: Optimizer, old: nn.Parameter, new: nn.Parameter, carried
             group["params"] = [new if p is old else p for p in group["params"]]
     for _, _, mapping in wrappers.mappings(optimizer, old):
         mapping[new] = mapping.pop(old)
+
+
+def reshape_old_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+    """Give state that was saved when the values of sparse layers were 1-D their shape of today.
+
+    Rewirers do this to what their optimizer loads. Without one, call it after
+    ``optimizer.load_state_dict``; an optimizer with such state raises at its next step, unless it is fused
+    and does not look at shapes.
+
+    Args:
+        optimizer: has loaded its state; so have the optimizers inside it.
+        parameters: of the model; those with other state are left alone.
+    """
+    for parameter in filter(_is_column, parameters):
+        for _, state in _states(optimizer, parameter):
+            _reshape_entry(state[parameter])
+
+
+def _reshape_entry(entry: dict[Any, Any]) -> None:
+    tensors = {k: v for k, v in entry.items() if isinstance(v, Tensor) and v.dim() > 0}
+    factored = any(_rows(entry, key) is not None for key in tensors)
+    shapes = {v.shape for v in tensors.values()}
+    # Of any length: the model, with other connections, may be about to be loaded.
+    if not factored and len(shapes) == 1 and len(shapes.pop()) == 1:
+        entry.update({key: value.unsqueeze(1) for key, value in tensors.items()})
+
+
+def weak_hook(method: Callable[[], None]) -> Callable[..., None]:
+    """A hook for an optimizer that calls a bound method, and does nothing once its object is gone."""
+    reference = weakref.WeakMethod(method)
+
+    def hook(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive()
+
+    return hook

@@ -98,7 +98,7 @@ def sparsify(
         >>> with torch.device("meta"):
         ...     layer = nn.Linear(1_000_000, 1_000_000)  # 4 TB
         >>> sparsify(layer, connections=5_000).values.shape
-        torch.Size([5000])
+        torch.Size([5000, 1])
     """
     targets = {"sparsity": sparsity, "density": density, "epsilon": epsilon}
     targets["connections"] = connections

@@ -211,7 +211,7 @@ def _csr(layers: Iterable[nn.Module]) -> list[tuple[Tensor, Tensor]]:
         for layer in layers:
             if isinstance(layer, SparseLinear):
                 assert layer.bias is not None
-                parts = (layer.indptr, layer.indices, layer.values.detach())
+                parts = (layer.indptr, layer.indices, layer.values.detach().flatten())
                 size = (layer.n_out, layer.n_in)
                 weight = torch.sparse_csr_tensor(*parts, size=size, check_invariants=False)
                 found.append((weight, layer.bias.detach()[:, None]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import torch
@@ -98,6 +99,10 @@ class Rewirer:
         optim.check(optimizer, parameters(trained))
         self._probes = [Probe(self.observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
+        self._reshape_old_state()
+        with suppress(AttributeError):  # wrappers (accelerate, Lookahead) may have no hooks
+            hook = optim.weak_hook(self._reshape_old_state)
+            optimizer.register_load_state_dict_post_hook(hook)
         self._armed = False
         self._arm()
 
@@ -326,7 +331,12 @@ class Rewirer:
         self.history.load_state_dict(state["history"])
         for site in self._sites:
             site.load_state_dict(state["layers"][site.name])
+        self._reshape_old_state()
         self._arm()
+
+    def _reshape_old_state(self) -> None:
+        """That of the optimizer, which may load it before there is a rewirer, or after."""
+        optim.reshape_old_state(self.optimizer, parameters(self._sites).values())
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)

@@ -42,4 +42,5 @@ def hand_over(model: nn.Module, optimizer: Optimizer) -> dict[nn.Module, Connect
 
 
 def _gathering(layer: ConnectedLayer) -> optim.Change:
-    return lambda state, fresh: layer.gather(state)
+    """State of a masked weight becomes that of sparse values, which are a column."""
+    return lambda state, fresh: layer.gather(state).unsqueeze(1)

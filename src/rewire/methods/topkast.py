@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
@@ -91,7 +90,7 @@ class TopKAST(Rewirer):
             (optimizer.register_step_pre_hook, self._before),
             (optimizer.register_step_post_hook, self._after),
         ):
-            cast(Any, register)(_weak(hook))
+            cast(Any, register)(optim.weak_hook(hook))
 
     def _plan(self, site: Site) -> _Change:
         """Choose A and B of a layer; nothing is changed yet."""
@@ -200,15 +199,3 @@ def _check(site: Site) -> None:
     hidden = torch.where(site.layer.mask, 0, site.layer.weight.detach())
     if site.layer.density < 1 and not bool(hidden.any()):
         raise ValueError(f"{site.name} has no weights outside of its mask to explore: {how}")
-
-
-def _weak(method: Callable[[], None]) -> Callable[..., None]:
-    """A hook of the optimizer that does nothing once its rewirer is gone."""
-    reference = weakref.WeakMethod(method)
-
-    def hook(*args: Any) -> None:
-        alive = reference()
-        if alive is not None:
-            alive()
-
-    return hook

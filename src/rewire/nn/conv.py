@@ -232,7 +232,7 @@ class SparseConv2d(SparseLayer, ConvShape):
             connections=chosen,
         )
         with torch.no_grad():
-            new.values.copy_(flatten(weight)[keep])
+            new.assign(flatten(weight)[keep])
             if layer.bias is not None and new.bias is not None:
                 new.bias.copy_(layer.bias)
         return new
@@ -249,7 +249,7 @@ class SparseConv2d(SparseLayer, ConvShape):
         connections = self.connections
         flat = self.values.new_zeros((self.n_out, self.n_in))
         with torch.no_grad():
-            flat[connections.outputs(), connections.inputs()] = self.values
+            flat[connections.outputs(), connections.inputs()] = self.values.flatten()
             dense.weight.copy_(unflatten(flat, self.kernel_size))
             if self.bias is not None and dense.bias is not None:
                 dense.bias.copy_(self.bias)
@@ -267,7 +267,7 @@ class SparseConv2d(SparseLayer, ConvShape):
         return torch.sparse_csr_tensor(
             self.indptr.long(),
             columns[order],
-            self.values.detach()[order],
+            self.values.detach().flatten()[order],
             size=(self.n_out, self.n_in),
             check_invariants=False,
         )
@@ -300,7 +300,7 @@ class SparseConv2d(SparseLayer, ConvShape):
             connections=Connections.from_keys(keys, flat.n_in, flat.n_out),
         )
         with torch.no_grad():
-            new.values.copy_(values[order])
+            new.assign(values[order])
             if bias is not None and new.bias is not None:
                 new.bias.copy_(bias)
         return new

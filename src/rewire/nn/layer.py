@@ -14,6 +14,10 @@ from rewire.ops.eager import Probe
 class ConnectedLayer(nn.Module, ABC):
     """A layer with a set of active connections that can be changed: sparse, or dense under a mask.
 
+    Numbers of the connections (weights, gradients, scores) are 1-D tensors in the order of
+    ``connections``. The parameter, its gradient and the optimizer's state of it have a shape of their own,
+    ``(connections, 1)`` in a sparse layer; :meth:`gather` and :meth:`scatter` translate.
+
     Attributes:
         bias: dense parameter, or None.
         n_in, n_out: units on each side.
@@ -58,12 +62,12 @@ class ConnectedLayer(nn.Module, ABC):
 
     @abstractmethod
     def gather(self, tensor: Tensor) -> Tensor:
-        """One element per active connection, of a tensor that is shaped like the parameter."""
+        """One element per active connection (1-D), of a tensor that is shaped like the parameter."""
 
     @abstractmethod
     def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
         """A tensor shaped like the parameter would be with these connections, with one element for
-        each of them, and ``rest`` elsewhere."""
+        each of them from the 1-D ``values``, and ``rest`` elsewhere."""
 
     @abstractmethod
     def assign(self, values: Tensor) -> None:
@@ -71,18 +75,26 @@ class ConnectedLayer(nn.Module, ABC):
 
     @abstractmethod
     def set_connections(self, connections: Connections, values: Tensor) -> None:
-        """Replace the connections and their weights; the parameter stays the same object."""
+        """Replace the connections and their weights; the parameter stays the same object.
 
-    def _check_fit(self, connections: Connections, values: Tensor | None = None) -> None:
+        Args:
+            connections: the new ones.
+            values: one for each of them, 1-D or with a second dimension of size one.
+        """
+
+    def _vector(self, connections: Connections, values: Tensor) -> Tensor:
+        """The values of connections as a 1-D tensor; raises unless both fit the layer."""
         if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
             raise ValueError(
                 f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
                 f"of {self.n_out} x {self.n_in}"
             )
-        if values is not None and tuple(values.shape) != (len(connections),):
+        count = len(connections)
+        if tuple(values.shape) not in ((count,), (count, 1)):
             raise ValueError(
-                f"values has shape {tuple(values.shape)}, expected ({len(connections)},)"
+                f"values has shape {tuple(values.shape)}, expected ({count},) or ({count}, 1)"
             )
+        return values.flatten()
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "probe"}

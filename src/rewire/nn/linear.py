@@ -24,7 +24,7 @@ class SparseLinear(SparseLayer):
     Example:
         >>> layer = SparseLinear(784, 512, sparsity=0.95)
         >>> layer.values.shape
-        torch.Size([20070])
+        torch.Size([20070, 1])
         >>> layer(torch.randn(8, 784)).shape
         torch.Size([8, 512])
     """
@@ -130,7 +130,7 @@ class SparseLinear(SparseLayer):
             connections=connections,
         )
         with torch.no_grad():
-            new.values.copy_(values)
+            new.assign(values)
             if bias is not None and new.bias is not None:
                 new.bias.copy_(bias)
         return new
@@ -147,7 +147,7 @@ class SparseLinear(SparseLayer):
         with torch.no_grad():
             dense.weight.zero_()
             connections = self.connections
-            dense.weight[connections.outputs(), connections.inputs()] = self.values
+            dense.weight[connections.outputs(), connections.inputs()] = self.values.flatten()
             if self.bias is not None:
                 dense.bias.copy_(self.bias)
         return dense
@@ -157,7 +157,7 @@ class SparseLinear(SparseLayer):
         return torch.sparse_csr_tensor(
             self.indptr.long(),
             self.indices.long(),
-            self.values.detach().clone(),
+            self.values.detach().flatten().clone(),
             size=(self.out_features, self.in_features),
             check_invariants=False,
         )

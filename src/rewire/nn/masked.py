@@ -88,7 +88,7 @@ class MaskedLayer(ConnectedLayer):
         return connections is self.connections
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """One element per active connection, of a tensor that is shaped like the weight."""
+        """One element per active connection (1-D), of a tensor that is shaped like the weight."""
         return self.flat(tensor)[self.flat(self.mask)]
 
     def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
@@ -103,7 +103,7 @@ class MaskedLayer(ConnectedLayer):
 
     def set_connections(self, connections: Connections, values: Tensor) -> None:
         """Replace the connections and their weights; the others become zero."""
-        self._check_fit(connections, values)
+        values = self._vector(connections, values)
         with torch.no_grad():
             self.mask.copy_(self.scatter(connections, torch.ones_like(values, dtype=torch.bool)))
         self.assign(values.detach())

@@ -24,7 +24,9 @@ class SparseLayer(ConnectedLayer):
     """A layer that stores one value per active connection and nothing for the others.
 
     Attributes:
-        values: 1-D parameter, by output unit and then input unit.
+        values: parameter of shape (connections, 1), by output unit and then input unit. It has two
+            dimensions so that optimizers set up to decay weights and not biases, by their number of
+            dimensions, decay it.
         bias: dense parameter, or None.
         indptr, indices: the connections (int32 buffers, saved with the state dict).
         sizes: of the convolution that the layer is; a linear layer is one, too.
@@ -55,7 +57,7 @@ class SparseLayer(ConnectedLayer):
             self.register_buffer(name, torch.empty(0, dtype=torch.int32))
         for name in _DERIVED:
             self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
-        self.values = nn.Parameter(torch.empty(0, dtype=dtype))
+        self.values = nn.Parameter(torch.empty((0, 1), dtype=dtype))
         if bias:
             self.bias = nn.Parameter(torch.empty(n_out, dtype=dtype))
         else:
@@ -95,27 +97,28 @@ class SparseLayer(ConnectedLayer):
         return connections.indptr is self.indptr and connections.indices is self.indices
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: there is nothing but active connections."""
-        return tensor
+        """The tensor as a 1-D view: there is nothing but active connections."""
+        return tensor.flatten()
 
     def scatter(self, connections: Connections, values: Tensor, rest: float = 0.0) -> Tensor:
-        """The values themselves."""
-        return values
+        """A view of the values with the parameter's second dimension."""
+        return values.unsqueeze(1)
 
     def assign(self, values: Tensor) -> None:
         """Give the active connections these weights."""
-        self.values.detach().copy_(values)
+        self.values.detach().copy_(values.unsqueeze(1))
 
     def set_connections(self, connections: Connections, values: Tensor) -> None:
         """Replace the connections and their values; ``values`` stays the same Parameter object."""
-        self._check_fit(connections, values)
+        values = self._vector(connections, values)
         device = self.values.device
         built = topology.build(
             connections.indptr.to(device), connections.indices.to(device), self.n_in, self.taps
         )
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
-        _put(self.values, values.detach().to(device=device, dtype=self.values.dtype))
+        column = values.detach().to(device=device, dtype=self.values.dtype).unsqueeze(1)
+        _put(self.values, column)
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
@@ -124,9 +127,15 @@ class SparseLayer(ConnectedLayer):
             fan_in = self.connections.fan_in()
             bound = (3 / fan_in.clamp(min=1)).sqrt()
             each = torch.repeat_interleave(bound, fan_in).to(self.values.dtype)
-            self.values.copy_(_uniform(each, generator))
+            self.assign(_uniform(each, generator))
             if self.bias is not None:
                 self.bias.copy_(_uniform(bound.to(self.bias.dtype), generator))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        values = self.values
+        if values.dim() == 1:  # an old pickle, from when values were 1-D
+            values.data = values.data.unsqueeze(1)
 
     def _load_from_state_dict(
         self,
@@ -155,16 +164,20 @@ class SparseLayer(ConnectedLayer):
             built = topology.build(
                 indptr.to(device).clone(), indices.to(device).clone(), self.n_in, self.taps
             )
-            if tuple(values.shape) != (indices.numel(),):
+            count = indices.numel()
+            if tuple(values.shape) == (count,):  # an old file, from when values were 1-D
+                values = values.detach().unsqueeze(1)
+                state_dict = {**state_dict, names[2]: values}
+            if tuple(values.shape) != (count, 1):
                 raise TopologyError(
-                    f"values has shape {tuple(values.shape)}, expected ({indices.numel()},)"
+                    f"values has shape {tuple(values.shape)}, expected ({count}, 1)"
                 )
         except TopologyError as error:
             error_msgs.append(f"{prefix or type(self).__name__}: {error}")
             return
         # A topology of another size is loaded too: make room for it.
         if values.numel() != self.values.numel():
-            _put(self.values, self.values.data.new_empty(values.numel()))
+            _put(self.values, self.values.data.new_empty(values.shape))
         for name in ("indptr", "indices"):
             self._buffers[name] = getattr(built, name).clone()
         super()._load_from_state_dict(
@@ -175,7 +188,7 @@ class SparseLayer(ConnectedLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         new = memo[id(self)] = self.__new__(type(self))
-        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copies.note(self, new)
         return new
 

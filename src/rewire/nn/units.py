@@ -101,7 +101,7 @@ def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
         indptr, indices, out = buffers["indptr"], buffers["indices"], own["out_features"]
         if len(indptr) != out + 1:  # somebody has put other connections there
             return None
-        fits = values.dtype == dtype and values.shape == indices.shape
+        fits = values.dtype == dtype and values.shape == (indices.numel(), 1)
         if bias is not None:
             fits = fits and bias.dtype == dtype and bias.shape == (out,)
         if not fits or not topology.known(indptr, indices, width):

@@ -213,7 +213,8 @@ def linear(
 
     Args:
         x: (batch, in units), any strides.
-        values: one per connection, in the order of ``topology.indices``.
+        values: one per connection, in the order of ``topology.indices``: (connections, 1) as layers have
+            them, or (connections,). Their gradient has the same shape.
         bias: (out units,) or None.
         topology: the connections, from :func:`rewire.ops.topology.build`.
         row_major: return contiguous memory instead of batch-last.

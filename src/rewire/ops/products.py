@@ -65,10 +65,11 @@ def check_layer(
     """The same for an input of so many channels."""
     indptr, indices = topology[:2]
     taps, n_out = conv.kernel[0] * conv.kernel[1], indptr.numel() - 1
-    if values.dim() != 1 or values.numel() != indices.numel():
+    count = indices.numel()
+    if values.shape not in ((count, 1), (count,)):
         raise ValueError(
             f"values has shape {tuple(values.shape)}, expected one value for each of the "
-            f"{indices.numel()} connections"
+            f"{count} connections: ({count}, 1) or ({count},)"
         )
     if dtype != values.dtype or (bias is not None and bias.dtype != dtype):
         given = f"input {dtype}, values {values.dtype}"
@@ -138,7 +139,8 @@ def forward(
     kernels = native.kernels(x)
     if kernels is None:
         outputs = reference.rows_of(topology.indptr)
-        y = reference.forward(conv, image(x), values, bias, outputs, topology.indices.long(), n_out)
+        inputs, flat = topology.indices.long(), values.flatten()
+        y = reference.forward(conv, image(x), flat, bias, outputs, inputs, n_out)
         y = layout.to_batch_last(y if x.dim() == 4 else y.flatten(1))
         return measured(y.relu_() if relu else y, moments)
     values = values.contiguous()
@@ -234,11 +236,12 @@ def backward(
         picture = image(x)
         if needs[0]:
             dx = reference.input_gradient(
-                conv, image(dy), tuple(picture.shape), values, outputs, inputs
+                conv, image(dy), tuple(picture.shape), values.flatten(), outputs, inputs
             ).view(x.shape)
             dx = layout.to_batch_last(dx)
         if needs[1]:
             dw = reference.weight_gradient(conv, image(dy), picture, outputs, inputs)
+            dw = dw.view(values.shape)
         if needs[2]:
             db = dy.transpose(0, 1).flatten(1).sum(1)
         return dx, dw, db, None, None
@@ -247,7 +250,7 @@ def backward(
     panel = int(dy.shape[-1]) if dy.dim() == 5 else 0
     geometry, _ = geometry_of(conv, tuple(x.shape), n_out, panel)
     dx = layout.empty_like(kernels, x) if needs[0] else None
-    dw = x.new_empty(values.numel()) if needs[1] else None
+    dw = x.new_empty(values.shape) if needs[1] else None
     db = x.new_empty(n_out) if needs[2] else None
     given, source, more = norm, x, None  # the batch norm, what it reads, and what comes besides
     if relay is not None:

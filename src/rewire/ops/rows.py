@@ -65,7 +65,7 @@ def backward(
     values, threads = values.contiguous(), native.threads()
     geometry, _ = products.geometry_of(products.LINEAR, tuple(x.shape), n_out)
     dx = native.empty(kernels, tuple(x.shape), x.stride(), x) if needs[0] else x.new_empty(0)
-    dw, db = x.new_empty(values.numel() if needs[1] else 0), x.new_empty(n_out if needs[2] else 0)
+    dw, db = x.new_empty(values.shape if needs[1] else 0), x.new_empty(n_out if needs[2] else 0)
     if dy.numel() == 0:
         return dx.zero_(), dw.zero_(), db.zero_()
     slots = (topology.slots.data_ptr(), topology.outputs.data_ptr(), topology.order.data_ptr())

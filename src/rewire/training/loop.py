@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import rewire
-from rewire import flops, saving
+from rewire import flops, optim, saving
 from rewire.data import Loader
 from rewire.methods import Rewiring
 from rewire.nn.sparse import SparseLayer
@@ -311,6 +311,7 @@ class Trainer:
         model = shell(self.job, state)
         self._take(model)
         self.optimizer.load_state_dict(state["optimizer"])
+        optim.reshape_old_state(self.optimizer, self.model.parameters())
         self.rewirer.load_state_dict(state["rewirer"])
 
     def _compare(self, then: Mapping[str, Any]) -> None:
