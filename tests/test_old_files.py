@@ -212,6 +212,38 @@ def test_an_optimizer_that_was_loaded_before_there_was_a_rewirer() -> None:
     assert_holds(model, saved["end"], rtol=1e-10, atol=1e-12)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As accelerate's: an optimizer by name only, without hooks."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.optimizer.step(closure)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.optimizer.load_state_dict(state_dict)
+
+
+def test_wrapped_optimizers_go_on_too() -> None:
+    saved = torch.load(OLD / "own.pt", weights_only=True)
+    model = rewire.sparsify(own(), sparsity=0.5)
+    optimizer = Wrapper(adamw(model))
+    rewirer = rewire.GSE(model, optimizer, every=5, until=10)
+    for name, part in {"model": model, "optimizer": optimizer, "rewirer": rewirer}.items():
+        part.load_state_dict(saved[name])  # type: ignore[attr-defined]
+    train(model, optimizer, rewirer, range(3, 6))
+    assert_holds(model, saved["end"], rtol=1e-10, atol=1e-12)
+
+
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"momentum": 0.9},
     "Adam": {"amsgrad": True},
