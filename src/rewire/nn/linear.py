@@ -24,7 +24,7 @@ class SparseLinear(SparseLayer):
     Example:
         >>> layer = SparseLinear(784, 512, sparsity=0.95)
         >>> layer.values.shape
-        torch.Size([20070, 1])
+        torch.Size([20071, 1])
         >>> layer(torch.randn(8, 784)).shape
         torch.Size([8, 512])
     """
