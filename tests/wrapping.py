@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adam, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 
 class SAM(Optimizer):
@@ -155,6 +155,7 @@ WRAPPERS: dict[str, Any] = {
     "listed lookahead": lambda p: ListedLookahead(momentum(p)),
     "mapped lookahead": lambda p: MappedLookahead(momentum(p)),
     "lookahead in a delegate": lambda p: Delegate(ListedLookahead(Adam(p, lr=0.01))),
+    "adamw in a delegate": lambda p: Delegate(AdamW(p, lr=0.01, weight_decay=0.1)),
     "schedule-free": ScheduleFree,
     "several": Several,
 }

@@ -83,7 +83,7 @@ def _check_kept(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter]) ->
                 )
     for where, tensor, of in wrappers.kept(optimizer):
         if id(of) in ours and of is not None:
-            bad = tensor.dim() > 0 and tensor.shape != of.shape
+            bad = tensor.dim() > 0 and not wrappers.fits(tensor, of)
         else:
             bad = of is None and tensor.numel() > 1 and tensor.numel() in sizes
         if bad:
@@ -132,9 +132,9 @@ def carry(optimizer: Optimizer, parameter: nn.Parameter, change: Change) -> Carr
         old = state[parameter]
         states.append((state, {key: _carried(one, parameter, old, key, change) for key in old}))
     tensors = [
-        (tensor, change(tensor.detach(), 0.0))
+        (tensor, _changed(tensor, parameter, change, 0.0))
         for _, tensor, of in wrappers.kept(optimizer)
-        if of is parameter and tensor.shape == parameter.shape
+        if of is parameter and wrappers.fits(tensor, parameter)
     ]
     return Carried(states, tensors)
 
@@ -156,18 +156,21 @@ def _carried(
         return value
     elif value.layout == torch.strided:
         rows = _rows(old, key) if _is_column(parameter) else None
-        if rows is not None and value.numel() == 1 and rows.numel() == parameter.numel():
-            kept = change(rows.detach().view(parameter.shape), 0.0)
-            return kept.mean().view(value.shape)
-        if value.shape == parameter.shape:
-            return change(value.detach(), _fresh(optimizer, parameter, key))
-        if _is_column(parameter) and value.shape == parameter.shape[:1]:
-            return change(value.detach().unsqueeze(1), 0.0).squeeze(1)
+        if rows is not None and value.numel() == 1 and wrappers.fits(rows, parameter):
+            return _changed(rows, parameter, change, 0.0).mean().view(value.shape)
+        if wrappers.fits(value, parameter):
+            return _changed(value, parameter, change, _fresh(optimizer, parameter, key))
     what = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     raise ValueError(
         f"{type(optimizer).__name__} keeps {key!r} of {what} for {parameter.numel()} connections: it is "
         "not known how that follows a rewiring; use an optimizer with one element per connection"
     )
+
+
+def _changed(tensor: Tensor, parameter: Tensor, change: Change, fresh: float) -> Tensor:
+    """A tensor that fits the parameter, after the change; a vector stays one."""
+    after = change(tensor.detach().view(parameter.shape), fresh)
+    return after if tensor.shape == parameter.shape else after.flatten()
 
 
 def _is_column(parameter: Tensor) -> bool:
@@ -217,11 +220,16 @@ def reshape_old_state(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) 
 
     Args:
         optimizer: has loaded its state; so have the optimizers inside it.
-        parameters: of the model; those with other state are left alone.
+        parameters: of the model; those with other state are left alone. What is kept outside of ``state``
+            has one element for each of their elements: load the model first.
     """
-    for parameter in filter(_is_column, parameters):
+    columns = {id(parameter): parameter for parameter in parameters if _is_column(parameter)}
+    for parameter in columns.values():
         for _, state in _states(optimizer, parameter):
             _reshape_entry(state[parameter])
+    for _, tensor, of in wrappers.kept(optimizer):
+        if of is not None and id(of) in columns and tensor.shape == of.shape[:1]:
+            tensor.data = tensor.data.unsqueeze(1)
 
 
 def _reshape_entry(entry: dict[Any, Any]) -> None:

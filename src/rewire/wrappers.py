@@ -47,6 +47,13 @@ def mappings(optimizer: Optimizer, key: Tensor) -> list[tuple[Optimizer, str, An
     return list(found.values())
 
 
+def fits(tensor: Tensor, parameter: Tensor) -> bool:
+    """Whether a tensor has one element for each of a parameter: it is of its shape, or a vector if the
+    parameter is a single column, as the values of a sparse layer are."""
+    column = parameter.shape[1:] == (1,)
+    return tensor.shape == parameter.shape or (column and tensor.shape == parameter.shape[:1])
+
+
 class Kept(NamedTuple):
     """A tensor that an optimizer keeps outside of ``state``.
 
@@ -100,7 +107,7 @@ def _tensors(value: Any, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor 
         isinstance(value, list | tuple)
         and len(leaves) == len(parameters)
         and all(
-            isinstance(leaf, Tensor) and leaf.shape == parameter.shape
+            isinstance(leaf, Tensor) and fits(leaf, parameter)
             for (_, leaf), parameter in zip(leaves, parameters, strict=True)
         )
     ):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rewire import communication, optim, sampling
+from rewire import communication, optim, sampling, wrappers
 from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.methods import together
@@ -100,9 +100,10 @@ class Rewirer:
         self._probes = [Probe(self.observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
         self._reshape_old_state()
-        with suppress(AttributeError):  # wrappers (accelerate, Lookahead) may have no hooks
-            hook = optim.weak_hook(self._reshape_old_state)
-            optimizer.register_load_state_dict_post_hook(hook)
+        for one in wrappers.optimizers(optimizer):
+            with suppress(AttributeError):  # wrappers (accelerate, Lookahead) may have no hooks
+                hook = optim.weak_hook(self._reshape_old_state)
+                one.register_load_state_dict_post_hook(hook)
         self._armed = False
         self._arm()
 
