@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
@@ -95,6 +97,35 @@ class ConnectedLayer(nn.Module, ABC):
                 f"values has shape {tuple(values.shape)}, expected ({count},) or ({count}, 1)"
             )
         return values.flatten()
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        self._warn_of_save_pretrained()
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _warn_of_save_pretrained(self) -> None:
+        """Warn if a ``save_pretrained`` method (Hugging Face) asks for the state dict.
+
+        The matching ``from_pretrained`` builds a dense model and keeps its fresh weights where the file
+        has none for them, without an error. It is no error here either: one after training would lose
+        the model, and what is written does load into a sparse model.
+        """
+        frame, level = sys._getframe(), 1
+        while frame.f_code.co_name != "save_pretrained":
+            if frame.f_back is None:
+                return
+            frame, level = frame.f_back, level + 1
+        model = frame.f_locals.get("self")
+        ours = model.modules() if isinstance(model, nn.Module) else ()
+        if next((m for m in ours if isinstance(m, ConnectedLayer)), None) is not self:
+            return  # one of the layers warns for all
+        kind = type(model).__name__
+        warnings.warn(
+            f"this {kind} has sparse layers, and from_pretrained would give it fresh dense weights "
+            f'instead: use rewire.save(model, "model.safetensors") and rewire.load("model.safetensors", '
+            f"{kind}(config)), or save a dense copy, which from_pretrained reads: "
+            "rewire.densify(copy.deepcopy(model)).save_pretrained(...)",
+            stacklevel=level + 1,
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {key: value for key, value in self.__dict__.items() if key != "probe"}
