@@ -111,7 +111,8 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
             )
         storage = "masked" if masked else "sparse"
         try:
-            model = sparsify(model, density=dict.fromkeys(layers, _ONE), storage=storage)
+            densities = dict.fromkeys(layers, _ONE)
+            model = sparsify(model, density=densities, weights="fresh", storage=storage)
         except ValueError as error:
             raise ValueError(
                 f"{path} does not fit the given {type(model).__name__}: give an instance of the class "

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from rewire import trained
 from rewire.budgets import SHARES, assign
 from rewire.conversion import (
     Dense,
@@ -43,7 +44,7 @@ def sparsify(
     connections: int | None = None,
     assignment: str = "erdos-renyi",
     exact: bool = False,
-    weights: str = "fresh",
+    weights: str | None = None,
     storage: str = "sparse",
     keep_dense: str | Iterable[str] = (),
     seed: int = 0,
@@ -82,7 +83,9 @@ def sparsify(
         weights: ``"fresh"`` draws a random graph and new values; ``"keep"`` keeps the largest
             weights of each layer, and its biases; ``"dense"``, for masked storage, keeps all weights
             under a mask of the largest: what :class:`rewire.TopKAST` and, at ``density=1``,
-            :class:`rewire.Gradual` start with.
+            :class:`rewire.Gradual` start with. The default is ``"fresh"``, with a warning if the model
+            looks trained: the bias of a norm (its weight, if it has no bias) is not constant, or a layer
+            to convert has a gradient. A trained model that shows neither is not recognised.
         storage: ``"sparse"``, or ``"masked"`` for dense weights with a mask (:mod:`rewire.nn.masked`):
             slower and larger, for devices without sparse kernels. Connections and weights are the same.
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone.
@@ -108,9 +111,10 @@ def sparsify(
             f"give exactly one of {', '.join(targets)}, got {' and '.join(given) or 'none'}"
         )
     _check_choice("assignment", assignment, SHARES)
-    _check_choice("weights", weights, ("fresh", "keep", "dense"))
+    chosen = "fresh" if weights is None else weights
+    _check_choice("weights", chosen, ("fresh", "keep", "dense"))
     _check_choice("storage", storage, ("sparse", "masked"))
-    if weights == "dense" and storage != "masked":
+    if chosen == "dense" and storage != "masked":
         raise ValueError(
             'weights="dense" needs storage="masked": sparse layers hold no other weights'
         )
@@ -126,21 +130,28 @@ def sparsify(
     else:
         counts = assign(sizes, assignment=assignment, exact=exact, **cast(Any, targets))
     for size, layer in zip(sizes, layers, strict=True):
-        if weights != "fresh" and layer.weight.is_meta:
+        if chosen != "fresh" and layer.weight.is_meta:
             raise ValueError(
-                f'weights="{weights}" needs weights, but {size.name or "the layer"} is on the meta '
+                f'weights="{chosen}" needs weights, but {size.name or "the layer"} is on the meta '
                 'device and has none; load the model first, or use weights="fresh"'
             )
     on_meta = _on_meta(names, layers)
     if obstacles:
         message = f"rewire.sparsify leaves dense (keep_dense silences this): {listed(obstacles)}"
         warnings.warn(message, stacklevel=2)
+    if weights is None and (sign := trained.evidence(names, layers)):
+        warnings.warn(
+            f"rewire.sparsify gives the converted layers new random weights, but the model looks trained: "
+            f'{sign}. Pass weights="keep" to keep the largest weights of each layer, or weights="fresh" to '
+            "start anew without this warning",
+            stacklevel=2,
+        )
 
     # What torch draws from its global generator in here is undone, or seeded first.
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         sparse: dict[nn.Module, nn.Module] = {
             layer: carry_over(
-                layer, _converted(layer, count, weights, storage, _seed(seed, names[layer][0]))
+                layer, _converted(layer, count, chosen, storage, _seed(seed, names[layer][0]))
             )
             for layer, count in zip(layers, counts, strict=True)
         }
