@@ -264,7 +264,7 @@ def _holding(layer: nn.Module) -> nn.Module:
 
 
 DENSE: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "grouped": (lambda: _holding(nn.Conv2d(4, 4, 3, groups=2)), "groups=2"),
+    "grouped": (lambda: _holding(nn.Conv2d(4, 4, 3, groups=2)), "grouped"),
     "tied": (_tied, "tied weights"),
     "parametrized": (lambda: _holding(parametrizations.weight_norm(nn.Linear(4, 4))), "computed"),
     "pruned": (
@@ -292,7 +292,7 @@ def test_what_cannot_be_converted_stays_dense_and_is_named(
     inner, reason = dense_only
     model = nn.ModuleDict({"inner": inner, "fine": nn.Linear(9, 9)})
     layer = model["inner"]["layer"]
-    with pytest.warns(UserWarning, match="inner.layer") as caught:
+    with pytest.warns(UserWarning, match=r"1 layer stays dense.*\n.*inner\.layer") as caught:
         rewire.sparsify(model, 0.5)
     assert len(caught) == 1
     assert reason in str(caught[0].message)
@@ -306,11 +306,94 @@ def test_nothing_to_convert_is_an_error_that_says_why(dense_only: tuple[nn.Modul
     assert reason in str(unchanged(model, sparsity=0.5).value)
 
 
-def test_one_warning_names_all() -> None:
-    model = nn.Sequential(nn.Linear(5, 5), Odd(5, 5), nn.Conv2d(4, 4, 1, groups=4), Odd(5, 5))
-    with pytest.warns(UserWarning, match=r": 1 \(.*; 2 \(.*; 3 \(") as caught:
+def test_one_warning_groups_them_by_reason_the_largest_first() -> None:
+    odd = [Odd(10, 10, bias=False) for _ in range(5)]
+    model = nn.Sequential(nn.Linear(10, 10), *odd, nn.Conv2d(4, 4, 10, groups=4), Odd(10, 2))
+    with pytest.warns(UserWarning, match="stay dense") as caught:
         rewire.sparsify(model, 0.5)
-    assert len(caught) == 1
+    (warning,) = caught
+    assert str(warning.message) == (  # 500 and 22, 404, and 110 that are sparse
+        "7 layers stay dense, with 89 % of the model's parameters (keep_dense= silences this):\n"
+        "  Odd has a forward of its own: 1, 2, 3 and 3 more (50 % of all parameters)\n"
+        "  there is no sparse grouped convolution: 6 (39 % of all parameters)"
+    )
+
+
+class Conv1D(nn.Module):
+    """A linear layer that is not torch's, its weight (in, out): what GPT-2 of transformers has."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(n_in, n_out)),
+            nn.Parameter(torch.zeros(1)),
+        )
+
+
+class Experts(nn.Module):
+    """The matrices of many experts in one parameter: what Mixtral has."""
+
+    def __init__(self, n_in: int, n_out: int) -> None:
+        super().__init__()
+        self.up, self.down = (nn.Parameter(torch.randn(2, n_out, n_in)) for _ in range(2))
+
+
+class Positions(nn.Module):
+    def __init__(self, tokens: int, features: int) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, features))
+        self.positions = nn.Parameter(torch.zeros(1, tokens, features))
+
+
+def test_weight_matrices_of_unknown_modules_are_mentioned() -> None:
+    blocks = [nn.ModuleDict({"attn": Conv1D(10, 30), "moe": Experts(10, 10)}) for _ in range(10)]
+    model = nn.ModuleDict({"h": nn.ModuleList(blocks), "head": nn.Linear(10, 10, bias=False)})
+    with pytest.warns(UserWarning, match="stay dense") as caught:
+        rewire.sparsify(model, 0.5)
+    (warning,) = caught
+    assert str(warning.message) == (
+        "20 layers stay dense, with 99 % of the model's parameters (keep_dense= silences this):\n"
+        "  there is no sparse Experts: h.0.moe, h.1.moe, h.2.moe and 7 more (56 % of all parameters)\n"
+        "  there is no sparse Conv1D: h.0.attn, h.1.attn, h.2.attn and 7 more (42 % of all parameters)"
+    )
+
+
+def test_a_model_of_unknown_modules_alone_is_an_error_that_says_so() -> None:
+    model = nn.ModuleDict({f"c{i}": Conv1D(5, 5) for i in range(9)})
+    error = unchanged(model, sparsity=0.5)
+    assert "there is no sparse Conv1D: c0, c1, c2 and 6 more (100 %" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "dense",
+    [
+        nn.Embedding(900, 10),
+        nn.EmbeddingBag(900, 10),
+        nn.LayerNorm((30, 10)),
+        Positions(300, 10),
+        Conv1D(5, 20),  # 101 of 10,201 parameters are 0.99 %
+    ],
+    ids=["embedding", "bag", "norm", "positions", "small"],
+)
+def test_what_nobody_expects_to_be_sparse_is_not_mentioned(dense: nn.Module) -> None:
+    model = nn.ModuleDict({"dense": dense, "linear": nn.Linear(100, 101, bias=False)})
+    rewire.sparsify(model, 0.5)
+    assert model["dense"] is dense
+    assert "dense" in {row.name for row in rewire.summary(model, show=False).layers}
+
+
+def test_keep_dense_and_densities_silence_it_for_unknown_modules_too() -> None:
+    build = lambda: nn.ModuleDict({"a": Conv1D(9, 9), "b": Experts(9, 9), "c": nn.Linear(9, 9)})  # noqa: E731
+    rewire.sparsify(build(), 0.5, keep_dense=["a", "b*"])
+    rewire.sparsify(build(), density={"c": 0.5})
+    with pytest.warns(UserWarning, match=r"1 layer stays dense.*\n.*Conv1D: a \("):
+        rewire.sparsify(build(), density={"a": 0.5, "c": 0.5})
+
+
+def test_an_error_about_a_name_lists_some_layers() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    error = unchanged(model, sparsity=0.5, keep_dense="x")
+    assert str(error.value).endswith("17, 18, 19 and 10 more")
 
 
 def test_keep_dense_takes_names_globs_and_containers_and_silences_the_warning() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import NamedTuple, TypeVar, cast
@@ -11,6 +12,15 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from rewire.budgets import LayerSize
+from rewire.leftover import (
+    Leftover,
+    described,
+    holds_matrix,
+    leftover,
+    noticeable,
+    reasons,
+    shortened,
+)
 from rewire.nn.attention import SparseMultiheadAttention, attention_obstacle, block_fused_path
 from rewire.nn.layer import ConnectedLayer
 
@@ -35,14 +45,20 @@ class Plan(NamedTuple):
     Attributes:
         names: of all modules, as if the attentions of ``apart`` were apart.
         layers: to convert.
-        obstacles: what is in the way of others, by name.
+        dense: others that might be expected to be converted, and why they are not.
         apart: the attentions that hold such layers, and what takes their place.
     """
 
     names: Names
     layers: list[Dense]
-    obstacles: dict[str, str]
+    dense: list[Leftover]
     apart: Apart
+
+    def warn(self, stacklevel: int) -> None:
+        """Say in one warning what stays dense; ``stacklevel`` is as for a caller of ``warnings.warn``."""
+        if self.dense:
+            text = described(self.dense, _all_parameters(self.names))
+            warnings.warn(text, stacklevel=stacklevel + 1)
 
 
 def plan(
@@ -58,25 +74,26 @@ def plan(
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone.
     """
     apart, whole = _take_apart(model)
-    layers, obstacles = _sort_out(_names(model, apart), whole, densities, keep_dense)
+    layers, dense = _sort_out(_names(model, apart), whole, densities, keep_dense)
     apart = {m: new for m, new in apart.items() if not {*new.children()}.isdisjoint(layers)}
-    return Plan(_names(model, apart), layers, obstacles, apart)
+    return Plan(_names(model, apart), layers, dense, apart)
 
 
-def _take_apart(model: nn.Module) -> tuple[Apart, dict[nn.Module, str]]:
+def _take_apart(model: nn.Module) -> tuple[Apart, dict[nn.Module, Obstacle]]:
     """The attentions that can be taken apart, and why the others cannot."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     apart: Apart = {}
-    whole: dict[nn.Module, str] = {}
+    whole: dict[nn.Module, Obstacle] = {}
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
     owners = _owners(_names(model, {}) if attentions else {})
     for module in attentions:
-        ties = [owners[id(p)] for p in module._parameters.values() if p is not None]
-        tied = next((" = ".join(names) for names in ties if len(names) > 1), None)
-        obstacle = attention_obstacle(module) or (tied and f"tied weights: {tied}")
-        if obstacle:
-            whole[module] = obstacle
+        reason = attention_obstacle(module)
+        tied = _tied(module._parameters.values(), owners)
+        if reason is not None:
+            whole[module] = Obstacle(reason)
+        elif tied is not None:
+            whole[module] = tied
         else:
             apart[module] = SparseMultiheadAttention.from_dense(module)
     return apart, whole
@@ -107,64 +124,97 @@ def _owners(names: Names) -> dict[int, list[str]]:
     return owners
 
 
+class Obstacle(NamedTuple):
+    """Why a layer has no sparse form: a reason in the same words for all such layers and, where it says
+    more than the name of the layer, what to show instead."""
+
+    reason: str
+    instead: str | None = None
+
+
+def _tied(parameters: Iterable[Tensor | None], owners: Mapping[int, list[str]]) -> Obstacle | None:
+    for parameter in parameters:
+        if parameter is not None and len(places := owners[id(parameter)]) > 1:
+            more = ["..."] if len(places) > 3 else []
+            return Obstacle("tied weights", " = ".join([*places[:3], *more]))
+    return None
+
+
+def _all_parameters(names: Names) -> list[Tensor]:
+    return [p for m in names for p in m._parameters.values() if p is not None]
+
+
 def _sort_out(
     names: Names,
-    whole: Mapping[nn.Module, str],
+    whole: Mapping[nn.Module, Obstacle],
     densities: Mapping[str, float] | None,
     keep_dense: str | Iterable[str],
-) -> tuple[list[Dense], dict[str, str]]:
-    """The layers to convert, and what is in the way of the others, by name."""
+) -> tuple[list[Dense], list[Leftover]]:
+    """The layers to convert, and what stays dense of the others."""
     inside = {inner for module in whole for inner in module.modules()} - {*whole}
     found = [m for m in names if isinstance(m, _LAYERS) and m not in inside]
+    inside |= {inner for module in found for inner in module.modules()}
+    others = [m for m in names if m not in inside and not isinstance(m, _OURS) and holds_matrix(m)]
     keep_dense = (keep_dense,) if isinstance(keep_dense, str) else tuple(keep_dense)
     for argument, patterns in (("keep_dense", keep_dense), ("density", tuple(densities or ()))):
         for pattern in patterns:
-            if not any(_matches(pattern, names[module]) for module in found):
-                existing = ", ".join(names[module][0] for module in found)
+            if not any(_matches(pattern, names[module]) for module in (*found, *others)):
+                existing = shortened([names[module][0] for module in found], 20)
                 raise ValueError(
                     f"{argument} names {pattern!r}, which matches no layer; the layers are: "
                     f"{existing or 'none'}"
                 )
-    owners = _owners(names)
-    layers: list[Dense] = []
-    obstacles: dict[str, str] = {}
-    for module in found:
+
+    def asked(module: nn.Module) -> bool:
         places = names[module]
         unasked = densities is not None and wanted_of(densities, places) is None
-        if unasked or any(_matches(pattern, places) for pattern in keep_dense):
-            continue
+        return not unasked and not any(_matches(pattern, places) for pattern in keep_dense)
+
+    owners = _owners(names)
+    layers: list[Dense] = []
+    dense: list[Leftover] = []
+    for module in filter(asked, found):
         obstacle = whole.get(module) or _obstacle(module, owners)
         if obstacle is None:
             layers.append(cast(Dense, module))
         else:
-            obstacles[places[0]] = obstacle
+            dense.append(leftover(module, obstacle.instead or names[module][0], obstacle.reason))
+    unknown = [
+        Leftover(names[m][0], f"there is no sparse {type(m).__name__}", (*m.parameters(False),))
+        for m in filter(asked, others)
+    ]
+    parameters = _all_parameters(names)
+    dense += noticeable(unknown, parameters)
     if not layers:
-        reasons = listed(obstacles) or "it needs an nn.Linear or nn.Conv2d that may be sparse"
-        raise ValueError(f"the model has no layer to convert: {reasons}")
-    return layers, obstacles
+        why = "\n" + reasons(dense, parameters) if dense else " it needs an nn.Linear or nn.Conv2d"
+        raise ValueError(f"the model has no layer to convert:{why}")
+    return layers, dense
 
 
-def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> str | None:
+def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> Obstacle | None:
     """Why a layer has no sparse form, or None if it has one."""
     if not isinstance(layer, nn.Linear | nn.Conv2d):
-        return f"there is no sparse {type(layer).__name__}"
+        return Obstacle(f"there is no sparse {type(layer).__name__}")
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
-        return "its size is not known yet, run one batch first"
+        return Obstacle("its size is not known yet, run one batch first")
     if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
-        return "its weight is computed (parametrization, weight norm, pruning), remove that first"
+        return Obstacle(
+            "its weight is computed (parametrization, weight norm, pruning), remove that first"
+        )
     base = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
     for method in ("forward", "_conv_forward"):
         own = getattr(type(layer), method, None) is not getattr(base, method, None)
         if own or method in vars(layer):
-            return f"{type(layer).__name__} has a {method} of its own"
+            return Obstacle(f"{type(layer).__name__} has a {method} of its own")
     if isinstance(layer, nn.Conv2d) and layer.groups != 1:
-        return f"a grouped convolution, groups={layer.groups}"
-    for parameter in (layer.weight, layer.bias):
-        if parameter is not None and len(owners[id(parameter)]) > 1:
-            return f"tied weights: {' = '.join(owners[id(parameter)])}"
+        return Obstacle("there is no sparse grouped convolution")
+    tied = _tied((layer.weight, layer.bias), owners)
+    if tied is not None:
+        return tied
     if type(layer.weight) is not nn.Parameter or not layer.weight.is_floating_point():
-        return f"its weight is a {type(layer.weight).__name__} that is not plain real numbers"
-    return None if layer.weight.numel() else "it has no weights"
+        kind = type(layer.weight).__name__
+        return Obstacle(f"its weight is a {kind} that is not plain real numbers")
+    return None if layer.weight.numel() else Obstacle("it has no weights")
 
 
 def _matches(pattern: str, places: Iterable[str]) -> bool:
@@ -182,10 +232,6 @@ def wanted_of(densities: Mapping[str, float], places: Iterable[str]) -> float | 
 def size_of(layer: Dense, name: str) -> LayerSize:
     n_out, n_in, *kernel = layer.weight.shape
     return LayerSize(name, n_in, n_out, cast("tuple[int, int]", tuple(kernel) or (1, 1)))
-
-
-def listed(obstacles: Mapping[str, str]) -> str:
-    return "; ".join(f"{name or 'the layer'} ({why})" for name, why in obstacles.items())
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> nn.Module:

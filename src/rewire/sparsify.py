@@ -20,7 +20,6 @@ from rewire.conversion import (
     block_fused_paths,
     carry_hooks,
     carry_over,
-    listed,
     open_attentions,
     plan,
     replace,
@@ -66,7 +65,10 @@ def sparsify(
     module.
 
     Layers that have no sparse form (grouped convolutions, tied weights, parametrizations, ...) stay
-    dense, and one warning names them all. An error leaves the model as it was.
+    dense, and one warning tells how many there are for each reason, with a few names and their share of
+    the parameters. It includes modules of other kinds that hold weight matrices, if those are 1 % of the
+    parameters or more, but no embeddings; :func:`rewire.summary` shows all. An error leaves the model
+    as it was.
 
     Args:
         model: the model, or one layer.
@@ -88,7 +90,8 @@ def sparsify(
             to convert has a gradient. A trained model that shows neither is not recognised.
         storage: ``"sparse"``, or ``"masked"`` for dense weights with a mask (:mod:`rewire.nn.masked`):
             slower and larger, for devices without sparse kernels. Connections and weights are the same.
-        keep_dense: names or globs of layers, or names of modules that hold them, to leave alone.
+        keep_dense: names or globs of layers, or names of modules that hold them, to leave alone; no
+            warning mentions them.
         seed: what is drawn for a layer depends on this and its name, and on no global state.
 
     Returns:
@@ -121,7 +124,8 @@ def sparsify(
     seed = operator.index(seed)
 
     densities = density if isinstance(density, Mapping) else None
-    names, layers, obstacles, apart = plan(model, densities, keep_dense)
+    found = plan(model, densities, keep_dense)
+    names, layers, _, apart = found
     sizes = [size_of(layer, names[layer][0]) for layer in layers]
     if densities is not None:
         wanted = [wanted_of(densities, names[layer]) for layer in layers]
@@ -136,9 +140,7 @@ def sparsify(
                 'device and has none; load the model first, or use weights="fresh"'
             )
     on_meta = _on_meta(names, layers)
-    if obstacles:
-        message = f"rewire.sparsify leaves dense (keep_dense silences this): {listed(obstacles)}"
-        warnings.warn(message, stacklevel=2)
+    found.warn(stacklevel=2)
     if weights is None and (sign := trained.evidence(names, layers)):
         warnings.warn(
             f"rewire.sparsify gives the converted layers new random weights, but the model looks trained: "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from rewire.conversion import (
     M,
     block_fused_paths,
     carry_over,
-    listed,
     open_attentions,
     plan,
     replace,
@@ -33,17 +31,16 @@ Layers = dict[str, Dense]  # by name
 
 
 def layers_of(model: M, keep_dense: str | Iterable[str] = ()) -> tuple[M, Layers]:
-    """The layers of a dense model that will be sparse; a warning names those that cannot.
+    """The layers of a dense model that will be sparse; a warning mentions those that cannot.
 
     Attentions that hold such layers are taken apart first, in place.
 
     Returns:
         The model, which is another one if it is itself an attention, and its layers by name.
     """
-    names, layers, obstacles, apart = plan(model, None, keep_dense)
-    if obstacles:
-        message = f"these layers stay dense (keep_dense silences this): {listed(obstacles)}"
-        warnings.warn(message, stacklevel=3)
+    found = plan(model, None, keep_dense)
+    names, layers, _, apart = found
+    found.warn(stacklevel=3)
     for layer in layers:
         if layer.weight.is_meta:
             raise ValueError(f"{names[layer][0]} is on the meta device and has no weights to score")
