@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,9 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from rewire import ConnectedLayer, Connections, SparseConv2d, SparseLinear
+import rewire
+from rewire import ConnectedLayer, Connections, SparseConv2d, SparseLinear, ops
+from rewire.ops import native
 from some_layers import Layer, Make, assert_as_dense, assert_state, both, data, flat, linear, seeded
 
 # Copies, types and tools
@@ -85,6 +88,34 @@ def test_moving_between_types(make: Make) -> None:
         layer.float()
         torch.testing.assert_close(layer(x), expected, rtol=0.05, atol=0.05)
     assert layer.half().values.dtype == torch.float16
+
+
+@pytest.mark.skipif(not ops.available(), reason="without kernels all types are as slow")
+@both
+@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("through", [lambda f: f, torch.no_grad()], ids=["grad", "no_grad"])
+def test_half_precision_says_once_that_it_is_slow(
+    make: Make, half: torch.dtype, through: Callable[[Any], Any]
+) -> None:
+    native.warn_of_reference.cache_clear()
+    layer = make()
+    run = through(lambda kind: layer.to(kind)(data(layer).to(kind)))
+    name = str(half).removeprefix("torch.")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(torch.float32)
+        run(torch.float64)
+        with torch.autocast("cpu", dtype=half):
+            run(torch.float32)
+        assert not caught
+        run(half)
+        run(half)
+        copy.deepcopy(layer)(data(layer).to(half))
+    (warning,) = caught
+    assert warning.category is rewire.PerformanceWarning
+    assert issubclass(rewire.PerformanceWarning, UserWarning)
+    assert f"in {name} they run on the plain PyTorch reference" in str(warning.message)
+    assert "model.float()" in str(warning.message)
 
 
 @both

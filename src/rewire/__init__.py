@@ -35,6 +35,7 @@ from rewire.nn import (
     SparseLinear,
     SparseMultiheadAttention,
 )
+from rewire.ops import PerformanceWarning
 from rewire.saving import dense_state_dict, export, load, save
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
@@ -59,6 +60,7 @@ __all__ = [
     "MaskedConv2d",
     "MaskedLayer",
     "MaskedLinear",
+    "PerformanceWarning",
     "Rewirer",
     "Rewiring",
     "RigL",

@@ -2,6 +2,7 @@
 
 from rewire.ops.eager import conv2d, gradient_at, linear
 from rewire.ops.native import (
+    PerformanceWarning,
     available,
     empty_cache,
     instruction_set,
@@ -13,6 +14,7 @@ from rewire.ops.topology import Topology, TopologyError
 
 __all__ = [
     "Convolution",
+    "PerformanceWarning",
     "Topology",
     "TopologyError",
     "available",

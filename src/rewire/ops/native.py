@@ -6,7 +6,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ except ImportError as error:  # built without a compiler, or for another machine
         RuntimeWarning,
         stacklevel=2,
     )
+
+
+class PerformanceWarning(UserWarning):
+    """Something is right but much slower than it could be."""
+
 
 from_capsule: Callable[[Any], Tensor] = (
     torch._C._from_dlpack
@@ -75,6 +80,19 @@ def kernels(x: Tensor) -> Any | None:
     if x.dtype == torch.float64:
         return _module.f64
     return None
+
+
+@cache
+def warn_of_reference(dtype: torch.dtype) -> None:
+    """Warn, once in a process, that a type has no kernels on the CPU."""
+    name = str(dtype).removeprefix("torch.")
+    warnings.warn(
+        f"sparse layers have CPU kernels for float32 and float64; in {name} they run on the plain PyTorch "
+        "reference, many times slower than dense layers. Keep the parameters in float32 (model.float()); "
+        f"torch.autocast runs the rest of a model in {name} and sparse layers in float32",
+        PerformanceWarning,
+        stacklevel=2,
+    )
 
 
 def empty(kernels: Any, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:

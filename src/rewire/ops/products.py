@@ -138,6 +138,8 @@ def forward(
     n_out = topology.indptr.numel() - 1
     kernels = native.kernels(x)
     if kernels is None:
+        if x.is_cpu and native.available() and x.dtype not in native.KERNEL_DTYPES:
+            native.warn_of_reference(x.dtype)
         outputs = reference.rows_of(topology.indptr)
         inputs, flat = topology.indices.long(), values.flatten()
         y = reference.forward(conv, image(x), flat, bias, outputs, inputs, n_out)
