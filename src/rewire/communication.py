@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from rewire.ops.sharding import fsdp_classes, has_fsdp, is_sharded
 
 END = -1  # the place of a process whose backward pass is over
 
@@ -160,32 +162,51 @@ def group_of(layers: Iterable[nn.Module]) -> Alone:
     return Alone()
 
 
-def refuse_ddp(model: nn.Module) -> None:
-    """Raise a ValueError if torch's DistributedDataParallel averages gradients of this model."""
-    wrapped = isinstance(model, DistributedDataParallel)
-    if not wrapped and dist.is_available() and dist.is_initialized():
-        wrapped = _has_wrapper(model)
-        if wrapped:  # or was it only not yet collected?
-            gc.collect()
-            wrapped = _has_wrapper(model)
-    if wrapped:
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise a ValueError if torch's DDP or FSDP averages gradients of this model."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    wrapper = _wrapper(model)
+    if wrapper is not None:
         raise ValueError(
-            "the model is wrapped in torch's DistributedDataParallel, whose gradient buckets cannot "
-            "follow layers that change their number of connections; take the wrapper off and call "
+            f"the model is wrapped in torch's {wrapper}, whose gradient buckets and shards cannot follow "
+            "layers that change their number of connections; take the wrapper off and call "
             "rewire.distributed.Parallel(model) instead"
         )
 
 
-def _has_wrapper(model: nn.Module) -> bool:
+def _wrapper(model: nn.Module) -> str | None:
+    """What torch has wrapped the model, a part of it or what holds it in, if anything."""
+    if isinstance(model, DistributedDataParallel):
+        return "DistributedDataParallel"
+    if has_fsdp(model) or any(map(is_sharded, model.parameters())):
+        return "FullyShardedDataParallel"
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    if _holder(model) is not None:  # or was it only not yet collected?
+        gc.collect()
+    return _holder(model)
+
+
+def _holder(model: nn.Module) -> str | None:
+    """The same, if it is a module that holds the model's parameters."""
     mine = {id(parameter) for parameter in model.parameters()}
+    wanted = (DistributedDataParallel, *fsdp_classes())
     kinds: dict[type, bool] = {}  # isinstance() is slow for a class with a metaclass
     for thing in gc.get_objects():
         kind = type(thing)
         if kind not in kinds:
-            kinds[kind] = DistributedDataParallel in kind.__mro__
-        if kinds[kind] and any(id(parameter) in mine for parameter in thing.parameters()):
-            return True
-    return False
+            kinds[kind] = any(base in kind.__mro__ for base in wanted)
+        if kinds[kind] and any(id(parameter) in mine for parameter in _held_by(thing)):
+            ddp = DistributedDataParallel in kind.__mro__
+            return "DistributedDataParallel" if ddp else "FullyShardedDataParallel"
+    return None
+
+
+def _held_by(wrapper: nn.Module) -> Iterator[Tensor]:
+    """Its parameters; none of one whose constructor has failed, and which still lies around."""
+    for module in nn.Module.modules(wrapper) if "_modules" in vars(wrapper) else ():
+        yield from (p for p in vars(module)["_parameters"].values() if p is not None)
 
 
 def fingerprint(*tensors: Tensor) -> int:

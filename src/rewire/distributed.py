@@ -185,7 +185,7 @@ class Parallel:
         bucket_bytes: int = 1 << 20,
         timeout: float = TIMEOUT,
     ) -> None:
-        communication.refuse_ddp(model)
+        communication.refuse_wrapped(model)
         self._model = weakref.ref(model)
         self._group, self._gradients = _groups(group, timeout)
         self.rank, self.world = self._group.rank, self._group.world

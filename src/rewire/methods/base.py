@@ -87,7 +87,7 @@ class Rewirer:
         self.scope, self.seed = scope, check_integer("seed", seed)
         check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
-        communication.refuse_ddp(model)
+        communication.refuse_wrapped(model)
         self._sites = find(model)
         for site in self._sites:
             copies.release(site.layer)
@@ -205,7 +205,7 @@ class Rewirer:
         if self._known is None:
             model = self._model()
             if model is not None:
-                communication.refuse_ddp(model)
+                communication.refuse_wrapped(model)
             self._known = communication.group_of(site.layer for site in self._sites)
         return self._known
 

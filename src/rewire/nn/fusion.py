@@ -37,6 +37,7 @@ from rewire.nn.state import hooked
 from rewire.nn.taking import leave, take
 from rewire.ops import channels, layout, pooling
 from rewire.ops.norms import Norm
+from rewire.ops.sharding import has_fsdp
 
 
 def _batch_norm(
@@ -283,10 +284,14 @@ class _Fusion(TorchFunctionMode):
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``module(...)`` does once it is fused."""
+    """What ``module(...)`` does once it is fused.
+
+    It is not where something else watches, nor with FSDP inside: parameters are gone there before what is
+    pending would read them.
+    """
     call: Any = type(module)._call_impl
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    if watched or torch._C._len_torch_dispatch_stack() > 0:
+    if watched or torch._C._len_torch_dispatch_stack() > 0 or has_fsdp(module):
         return call(module, *args, **kwargs)
     sequence = module if type(module) is nn.Sequential and len(args) == 1 and not kwargs else None
     if sequence is not None and not torch.is_grad_enabled():

@@ -94,7 +94,7 @@ def single(sequence: nn.Sequential, x: Any) -> Tensor | None:
             return None
         parameters, buffers = own["_parameters"], own["_buffers"]
         values, bias = parameters.get("values"), parameters.get("bias")
-        if values is None or not values.is_contiguous():
+        if type(values) is not nn.Parameter or not values.is_contiguous():
             return None
         if bias is not None and not bias.is_contiguous():
             return None

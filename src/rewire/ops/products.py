@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
-from rewire.ops import channels, layout, native, reference
+from rewire.ops import channels, layout, native, reference, sharding
 from rewire.ops.norms import Moments, Norm, Relay
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
@@ -65,6 +66,8 @@ def check_layer(
     """The same for an input of so many channels."""
     indptr, indices = topology[:2]
     taps, n_out = conv.kernel[0] * conv.kernel[1], indptr.numel() - 1
+    if type(values) is not Parameter and type(values) is not Tensor:
+        sharding.refuse_sharded(values)
     count = indices.numel()
     if values.shape not in ((count, 1), (count,)):
         raise ValueError(
