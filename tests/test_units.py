@@ -384,15 +384,6 @@ def test_a_weight_that_changes_before_backward(place: int) -> None:
         y.backward()
 
 
-def test_no_second_derivative() -> None:
-    model = sequence("vgg")
-    fuse(model)
-    x = normal(8, 3, 8, 8).requires_grad_()
-    (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        gradient.square().sum().backward()
-
-
 def test_a_layer_and_a_batch_norm_used_twice() -> None:
     twice = [conv(6, 6), norm(6), nn.ReLU()]
     assert_same_apart(nn.Sequential(conv(3, 6), nn.ReLU(), *twice, *twice).double())

@@ -19,6 +19,7 @@ from rewire.nn import promises
 from rewire.nn.conv import ConvShape, SparseConv2d, flatten, unflatten
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.linear import SparseLinear
+from rewire.ops import differentiable
 from rewire.ops.eager import Probe
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
@@ -125,6 +126,8 @@ class _Watched(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            differentiable.refuse_probe()
         ctx.probe(ctx.conv, x, dy.to(x.dtype))
         return dy, None, None, None
 

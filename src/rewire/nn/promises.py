@@ -47,7 +47,12 @@ class _Link(torch.autograd.Function):
         wanted = ctx.needs_input_grad[2:]
         reads = [t for t, needed in zip(ctx.state.reads, wanted, strict=True) if needed]
         grads = iter(
-            torch.autograd.grad(ctx.state.again(), reads, dy, retain_graph=True, allow_unused=True)
+            torch.autograd.grad(
+                *(ctx.state.again(), reads, dy),
+                retain_graph=True,
+                create_graph=torch.is_grad_enabled(),
+                allow_unused=True,
+            )
         )
         return None, None, *(next(grads) if needed else None for needed in wanted)
 

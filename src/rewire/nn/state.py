@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from rewire.ops import channels, layout
+from rewire.ops import channels, differentiable, layout
 from rewire.ops.norms import Moments, Norm, Owed, Relay, relay_of
 
 Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
@@ -163,6 +163,9 @@ class State:
         panel = computed.shape[-1]
 
         def call(gradient: Tensor) -> Tensor | None:
+            if torch.is_grad_enabled():  # a backward pass that is recorded
+                changed = function(differentiable.images(gradient))
+                return None if changed is None else differentiable.panels(changed, panel)
             changed = function(layout.from_panels(gradient))
             return None if changed is None else layout.to_panels(changed, panel)
 

@@ -13,14 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rewire.ops import recording
+from rewire.ops import channels, differentiable, recording
+from rewire.ops.topology import version
 
 
 class Link(NamedTuple):
     """One call of ``function``: with what the link before it gives, then ``tensors``, then ``rest``.
 
     Attributes:
-        function: an autograd function of one output.
+        function: an autograd function of one output. Its ``again(context, saved, first, *tensors)``
+            computes the output in operations that autograd can differentiate.
         tensors: what besides the first argument may have a gradient.
         rest: what has none.
         after: called when the output is there.
@@ -69,29 +71,56 @@ class _Chain(torch.autograd.Function):
             x = _call(link, step, x)
             first = first or any(step.needs_input_grad)
             saved += step.saved_tensors
-            ctx.steps.append((step, link.function.backward, len(step.saved_tensors)))
+            ctx.steps.append((step, link.function, len(step.saved_tensors)))
             step.saved_tensors = ()
         ctx.save_for_backward(*saved)
+        # Not all of them are saved, since only a recorded backward pass needs the biases.
+        ctx.tensors = tensors
+        ctx.versions = [None if t is None else version(t) for t in tensors]
         return x
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return _recorded(ctx, dy)
         saved, end = ctx.saved_tensors, len(ctx.saved_tensors)
         gradient: Tensor | None = dy
         passed: Tensor | None = None
         found: list[Tensor | None] = []
-        for step, backward, count in reversed(ctx.steps):
+        for step, function, count in reversed(ctx.steps):
             now, end = step.now(saved[end - count : end], passed), end - count
-            gradient, *others = backward(now, gradient)
+            gradient, *others = function.backward(now, gradient)
             passed = now.hands_back
             found[:0] = others[: len(step.needs_input_grad) - 1]
         return gradient, None, *found
 
 
+def _recorded(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a chain in a backward pass that autograd records."""
+    saved, tensors = iter(ctx.saved_tensors), ctx.tensors
+    if ctx.versions != [None if t is None else version(t) for t in tensors]:
+        raise RuntimeError(
+            "a parameter of a layer was modified by an inplace operation since the forward pass; call "
+            "the model again before differentiating twice"
+        )
+    steps = [(s, function.again, tuple(islice(saved, count))) for s, function, count in ctx.steps]
+
+    def again(x: Tensor, *tensors: Tensor | None) -> Tensor:
+        rest = iter(tensors)
+        for step, function, kept in steps:
+            x = function(step, kept, x, *islice(rest, len(step.needs_input_grad) - 1))
+        return x
+
+    needs = (ctx.needs_input_grad[0], *ctx.needs_input_grad[2:])
+    first = steps[0][2][0]
+    dx, *others = differentiable.gradients(again, (first, *tensors), needs, dy)
+    return dx, None, *others
+
+
 def run(x: Tensor, links: Sequence[Link]) -> Tensor:
     """The output of the last link."""
     if torch.is_grad_enabled():
+        x = channels.ready(x)
         if len(links) == 1:
             (link,) = links
             result: Tensor = recording.apply(link.function, x, *link.tensors, *link.rest)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.ops import layout, native, recording
+from rewire.ops import differentiable, layout, native, recording
 from rewire.ops.norms import Norm, Relay, relay_of
 
 
@@ -52,8 +52,9 @@ class _BatchNorm(torch.autograd.Function):
         return (z, z.detach()) if twice else z
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dz: Tensor | None, more: Tensor | None = None) -> Any:
+        if torch.is_grad_enabled():
+            return *_BatchNorm._recorded(ctx, dz, more), None, None, None
         x, weight, bias, mean, variance, z = ctx.saved_tensors
         found = None if ctx.relay is None else ctx.relay.take(dz, more)
         if found is not None:
@@ -90,6 +91,33 @@ class _BatchNorm(torch.autograd.Function):
             *(dweight.data_ptr(), dbias.data_ptr(), native.address(factors), native.threads()),
         )
         return _BatchNorm._gradients(ctx, dx, dweight, dbias, passed)
+
+    @staticmethod
+    def _recorded(ctx: Any, dz: Tensor | None, more: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients in a backward pass that autograd records."""
+        x, weight, bias, mean, variance, z = ctx.saved_tensors
+        if dz is None:
+            dz, more = more, None
+        if dz is None:
+            return (None,) * 4
+        if more is not None:
+            dz = dz + more
+
+        def again(
+            x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None
+        ) -> Tensor:
+            norm = Norm(weight, bias, mean, variance, *ctx.options)
+            if z is not None:
+                norm = norm._replace(relu=False)
+            y = differentiable.batch_norm(x, norm)
+            if residual is not None:
+                y = y + differentiable.images(residual)
+            return differentiable.rectified(y, z)
+
+        needs = ctx.needs_input_grad[:4]
+        # Its elements do not matter: the ReLU's mask is known.
+        residual = torch.zeros_like(x) if needs[3] else None
+        return differentiable.gradients(again, (x, weight, bias, residual), needs, dz)
 
     @staticmethod
     def _gradients(
@@ -200,6 +228,28 @@ def _apply(
     return _batch_norm(x, residual, norm)
 
 
+class _Ready(torch.autograd.Function):
+    """See :func:`ready`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return layout.ready(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return dy
+        return layout.to_row_major(dy) if dy.dim() == 2 else dy
+
+
+def ready(x: Tensor) -> Tensor:
+    """``layout.ready(x)``, where that is a copy with a place in the graph: a layer saves it, and second
+    derivatives go by way of what is saved. The gradient of rows is in rows again."""
+    if not x.requires_grad or layout.is_ready(x):
+        return x
+    return apply(_Ready, x)
+
+
 class _Moved(torch.autograd.Function):
     """Any tensor in the memory of another one, batch-last or panels."""
 
@@ -209,8 +259,10 @@ class _Moved(torch.autograd.Function):
         return layout.as_in(x, other)
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            dy = differentiable.images(dy)
+            return (differentiable.panels(dy, ctx.given[-1]) if len(ctx.given) == 5 else dy), None
         if dy.shape != ctx.given:
             panels = len(ctx.given) == 5
             dy = layout.to_panels(dy, ctx.given[-1]) if panels else layout.from_panels(dy)
@@ -224,8 +276,9 @@ class _FromPanels(torch.autograd.Function):
         return layout.from_panels(x)
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return differentiable.panels(dy, ctx.panel)
         return layout.to_panels(dy, ctx.panel)
 
 
@@ -241,8 +294,10 @@ class _Dropout(torch.autograd.Function):
         return _drop_out(x, probability, seed)
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            ones = layout.to_batch_last(torch.ones_like(dy))
+            return dy * _drop_out(ones, ctx.probability, ctx.seed), None, None
         return _drop_out(layout.to_batch_last(dy), ctx.probability, ctx.seed), None, None
 
 

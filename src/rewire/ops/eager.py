@@ -7,7 +7,8 @@ computes; where something else watches (``torch.compile``, dispatch modes), they
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from rewire.ops import (
     channels,
+    differentiable,
     layout,
     native,
     operators,  # noqa: F401 (registers them)
@@ -61,7 +63,7 @@ class _Product(torch.autograd.Function):
         extras: _Extras,
     ) -> Tensor:
         row_major, relu, moments, norm, ctx.probe, panels, ctx.rectified = extras
-        given, ctx.by_rows = x, row_major and rows.usable(x)
+        ctx.by_rows = row_major and rows.usable(x)
         ctx.relay = relay_of(x) if norm is None else None
         if ctx.relay is not None:
             ctx.relay.layers += 1
@@ -78,13 +80,32 @@ class _Product(torch.autograd.Function):
         ctx.conv, ctx.norm = conv, None if norm is None else norm[4:]
         if norm is not None:
             norm.read()
-        # The gradient of a row-major input goes back to where rows are wanted.
-        ctx.rows = x is not given and x.dim() == 2
         return layout.to_row_major(y) if row_major else y
 
     @staticmethod
-    @recording.once_differentiable
+    def again(
+        ctx: Any,
+        saved: Sequence[Any],
+        x: Tensor,
+        values: Tensor,
+        bias: Tensor | None,
+        norm_weight: Tensor | None,
+        norm_bias: Tensor | None,
+    ) -> Tensor:
+        """The output in operations that autograd can differentiate, not in panels."""
+        z, _, _, mean, variance, *topology = saved[2:]
+        if ctx.relay is not None:
+            ctx.relay.hidden = True
+        if ctx.norm is not None:
+            norm = Norm(norm_weight, norm_bias, mean, variance, *ctx.norm)
+            x = differentiable.batch_norm(x, norm)
+        y = differentiable.product(ctx.conv, x, values, bias, Topology(*topology))
+        return differentiable.rectified(y, z)
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            return *_recorded(ctx, dy), None, None, None
         x, values, z, *rest = ctx.saved_tensors
         topology = Topology(*rest[4:])
         needs = ctx.needs_input_grad[:5]
@@ -108,12 +129,23 @@ class _Product(torch.autograd.Function):
         dx, dw, db, scale, shift = products.backward(
             *(ctx.conv, dy, x, values, topology, wanted, z, norm, owed, relay, sums)
         )
-        if dx is not None and ctx.rows:
-            dx = layout.to_row_major(dx)
         if passed is not None and needs[2]:
             db = passed
         affine = (scale if needs[3] else None, shift if needs[4] else None)
         return dx, dw, db, *affine, None, None, None
+
+
+def _recorded(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of a product in a backward pass that autograd records."""
+    if ctx.probe is not None:
+        differentiable.refuse_probe()
+    saved = ctx.saved_tensors
+    x, values, _, norm_weight, norm_bias, _, _, indptr, *_ = saved
+    needs = ctx.needs_input_grad[:5]
+    # Its elements do not matter: the ReLU's mask is known, and the product is linear.
+    bias = values.new_zeros(indptr.numel() - 1) if needs[2] else None
+    inputs = (x, values, bias, norm_weight, norm_bias)
+    return differentiable.gradients(partial(_Product.again, ctx, saved), inputs, needs, dy)
 
 
 def _by_rows(
@@ -142,6 +174,8 @@ def _product(
     row_major, relu, moments, norm, _, panels = extras[:6]
     if wanted and torch.is_grad_enabled():
         affine = (None, None) if norm is None else norm[:2]
+        if not (row_major and rows.usable(x)):
+            x = channels.ready(x)
         result: Tensor = recording.apply(_Product, x, values, bias, *affine, topology, conv, extras)
         return result
     if row_major and rows.usable(x):

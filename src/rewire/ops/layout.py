@@ -151,6 +151,14 @@ def empty_like(kernels: Any, x: Tensor) -> Tensor:
     return native.empty(kernels, shape, panel_strides(shape) if is_panels(x) else strides(shape), x)
 
 
+def is_ready(x: Tensor) -> bool:
+    """Whether :func:`ready` gives ``x`` itself."""
+    shape = x.shape
+    if x.stride() == (panel_strides(shape) if len(shape) == 5 else strides(shape)):
+        return True
+    return is_panels(x) if len(shape) == 5 else is_batch_last(x)
+
+
 def ready(x: Tensor) -> Tensor:
     """``x`` as the products read it: what is in panels as it is, all else batch-last."""
     shape = x.shape

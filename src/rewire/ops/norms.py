@@ -121,7 +121,7 @@ class Relay:
         self.reads: Owed | None = None  # counts who reads the sum, but for the next sum
         self.twin_read = False  # by the next sum
         self.layers = self.sums = 0  # autograd functions that will return a gradient of the sum
-        self.hidden = False  # whether more of them may be made in the backward pass
+        self.hidden = False  # whether more of them may be, or have been, made in a backward pass
         self._more: tuple[int, Tensor] | None = None
         self._done: tuple[int, Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
 

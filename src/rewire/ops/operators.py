@@ -139,6 +139,53 @@ def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     return _grads(ctx, grads, 12)
 
 
+def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    dy, x, values, *rest = inputs
+    ctx.save_for_backward(dy, x, values, *rest[:5])
+    ctx.sizes, ctx.needs = rest[5:-1], rest[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _second_derivatives(
+    ctx: Any, dx: Tensor | None, dvalues: Tensor | None, dbias: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    """Gradients of output gradient, input and values, from those of what a backward operator returns.
+
+    The product is bilinear in input and values, so that these are products of the same kind.
+    """
+    dy, x, values, *topology = ctx.saved_tensors
+    dx, dvalues, dbias = (
+        grad if need else None for grad, need in zip((dx, dvalues, dbias), ctx.needs, strict=True)
+    )
+    if ctx.sizes:
+        forward, backward = torch.ops.rewire.conv2d, torch.ops.rewire.conv2d_backward
+        last: tuple[Any, ...] = tuple(ctx.sizes)
+    else:
+        forward, backward, last = (
+            torch.ops.rewire.linear,
+            torch.ops.rewire.linear_backward,
+            (False,),
+        )
+    needs_dy, needs_x, needs_values = ctx.needs_input_grad[:3]
+    grad_dy = grad_x = grad_values = None
+    if needs_dy:
+        terms = []
+        if dx is not None:
+            terms.append(forward(dx, values, None, *topology, *last))
+        if dvalues is not None:
+            terms.append(forward(x, dvalues, None, *topology, *last))
+        if dbias is not None:
+            terms.append(dbias.view(-1, *(1,) * (dy.dim() - 2)).expand(dy.shape))
+        grad_dy = sum(terms[1:], terms[0]) if terms else None
+    needs = [needs_x and dvalues is not None, needs_values and dx is not None, False]
+    if any(needs):
+        # Where one of them is not needed, the other's argument counts for its shape alone.
+        given = (x if dx is None else dx, values if dvalues is None else dvalues)
+        found = backward(dy, *given, *topology, *ctx.sizes, needs)
+        grad_x, grad_values = (g if n else None for g, n in zip(found[:2], needs[:2], strict=True))
+    return grad_dy, grad_x, grad_values, *[None] * (len(topology) + len(ctx.sizes) + 1)
+
+
 def _define(name: str, schema: str, implementation: Any, fake: Any) -> None:
     _library.define(f"{name}({schema}", tags=())
     _library.impl(name, implementation, "CompositeExplicitAutograd")
@@ -183,12 +230,10 @@ _define(
 )
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor) -> Any:
-    raise RuntimeError("sparse layers have no second derivative")
-
-
 for _name in ("linear_backward", "conv2d_backward"):
-    torch.library.register_autograd(f"rewire::{_name}", _no_second_derivative, lib=_library)
+    torch.library.register_autograd(
+        f"rewire::{_name}", _second_derivatives, setup_context=_save_backward, lib=_library
+    )
 for _name, _rule in (("linear", _linear_autograd), ("conv2d", _conv2d_autograd)):
     torch.library.register_autograd(f"rewire::{_name}", _rule, setup_context=_save, lib=_library)
     for _device in ("cpu", "cuda"):

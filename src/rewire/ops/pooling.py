@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from rewire.ops import layout, native, recording
+from rewire.ops import differentiable, layout, native
 from rewire.ops.chain import Link
 from rewire.ops.channels import apply, kernels_for
 from rewire.ops.norms import Norm, relay_of
@@ -42,13 +44,34 @@ class _MaxPool(torch.autograd.Function):
         ctx.save_for_backward(which, *kept)
         ctx.pool, ctx.shape, ctx.strides = pool, tuple(x.shape), x.stride()
         ctx.options = None if norm is None else norm[4:]
+        ctx.sizes, ctx.layout = sizes, (tuple(y.shape), y.stride())
         if norm is not None:
             norm.read()
         return y
 
     @staticmethod
-    @recording.once_differentiable
+    def again(
+        ctx: Any, saved: Sequence[Any], x: Tensor, weight: Tensor | None, bias: Tensor | None
+    ) -> Tensor:
+        """The output in operations that autograd can differentiate, not in panels."""
+        which, _, _, _, *moments = saved
+        if ctx.options is not None:
+            x = differentiable.batch_norm(x, Norm(weight, bias, *moments, *ctx.options))
+        x = differentiable.images(x)
+        taps = which.view(torch.uint8).as_strided(*ctx.layout)
+        places = _places(differentiable.images(taps).long(), ctx.sizes, x.shape[-1])
+        y: Tensor = x.flatten(2).gather(2, places.flatten(2)).view(places.shape)
+        return y
+
+    @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            saved = ctx.saved_tensors
+            _, x, weight, bias, *_ = saved
+            x = dy.new_zeros(ctx.shape) if x is None else x
+            again, needs = partial(_MaxPool.again, ctx, saved), ctx.needs_input_grad[:3]
+            found = differentiable.gradients(again, (x, weight, bias), needs, dy)
+            return *found, None, None, None
         which, x, *kept = ctx.saved_tensors
         dy = layout.ready(dy)
         kernels = native.kernels(dy)
@@ -68,6 +91,14 @@ class _MaxPool(torch.autograd.Function):
         )
         wanted = ctx.needs_input_grad
         return dx, dweight if wanted[1] else None, dbias if wanted[2] else None, None, None, None
+
+
+def _places(taps: Tensor, sizes: tuple[int, ...], width: int) -> Tensor:
+    """Where in a flattened image of this width each maximum is; of (N, C, H, W) their taps."""
+    _, wide, *steps, high_pad, wide_pad = sizes
+    rows, columns = (torch.arange(n, device=taps.device) for n in taps.shape[2:])
+    down = rows[:, None] * steps[0] - high_pad + taps // wide
+    return down * width + columns * steps[1] - wide_pad + taps % wide
 
 
 def _pool(
@@ -97,11 +128,17 @@ class _MeanPool(torch.autograd.Function):
         y = native.empty(kernels, shape, layout.strides(shape), x)
         kernels.mean_pool(pool, x.data_ptr(), y.data_ptr(), native.threads())
         ctx.pool, ctx.shape = pool, tuple(x.shape)
+        ctx.sizes, ctx.count_padding = sizes, count_padding
         return y
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            kernel, stride, padding = ctx.sizes[:2], ctx.sizes[2:4], ctx.sizes[4:]
+            options = (kernel, stride, padding, False, ctx.count_padding)
+            x = dy.new_zeros(ctx.shape)  # the pooling is linear
+            found = differentiable.gradients(lambda x: F.avg_pool2d(x, *options), (x,), (True,), dy)
+            return *found, None, None, None
         dy = layout.to_batch_last(dy)
         kernels = native.kernels(dy)
         assert kernels is not None
@@ -209,8 +246,11 @@ class _Mean(torch.autograd.Function):
         return y
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            _, _, height, width, panel = ctx.shape
+            dx = differentiable.panels(dy[:, :, None, None], panel) / (height * width)
+            return dx.expand(ctx.shape)
         kernels, dy = native.kernels(dy), layout.to_batch_last(dy)
         assert kernels is not None
         dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy)
@@ -239,6 +279,7 @@ class _Thinned(torch.autograd.Function):
         shape = (panels, channels + sum(around), *out, panel)
         y = native.empty(kernels, shape, layout.panel_strides(shape), x)
         ctx.thinning = native.module().Thinning(*steps, *around)
+        ctx.steps, ctx.before = steps, around[0]
         kernels.thin(
             *(native.images(*ctx.shape), ctx.thinning, x.data_ptr(), value, y.data_ptr()),
             native.threads(),
@@ -249,8 +290,12 @@ class _Thinned(torch.autograd.Function):
         return y
 
     @staticmethod
-    @recording.once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            dx = dy.new_zeros(ctx.shape)
+            kept = dy.narrow(1, ctx.before, ctx.shape[1])
+            dx[:, :, :: ctx.steps[0], :: ctx.steps[1]] = kept
+            return dx, None, None, None
         kernels, dy = native.kernels(dy), layout.in_panels(dy)
         assert kernels is not None
         dx = native.empty(kernels, ctx.shape, layout.panel_strides(ctx.shape), dy)

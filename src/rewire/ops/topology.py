@@ -102,7 +102,8 @@ def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topo
     return Topology(indptr, indices, slots, rows[order].int(), order.int())
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Changes whenever the tensor is written to; -1 where torch does not count that."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -111,7 +112,7 @@ def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
         a, b, c, d, e = topology
         return a._version, b._version, c._version, d._version, e._version, n_in, taps, a.data_ptr()
     except RuntimeError:  # made in inference mode: they have none
-        return (*map(_version, topology), n_in, taps, topology.indptr.data_ptr())
+        return (*map(version, topology), n_in, taps, topology.indptr.data_ptr())
 
 
 def _remember(topology: Topology, n_in: int, taps: int) -> None:
