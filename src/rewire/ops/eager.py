@@ -1,8 +1,8 @@
 """The products as functions with gradients, for plain eager code.
 
 They go straight to the kernels, past the dispatcher, whose Python path costs more than a small layer
-computes; where something else watches (``torch.compile``, dispatch modes), they go through
-``torch.ops.rewire``.
+computes; where something else watches (``torch.compile``, ``torch.jit.trace``, dispatch modes), they go
+through ``torch.ops.rewire``.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ def _plain(x: Tensor) -> bool:
         type(x) in (Tensor, torch.nn.Parameter)
         and not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._get_tracing_state() is None
         and not x.is_neg()
     )
 
@@ -220,9 +221,11 @@ def _direct(x: Tensor, probe: Probe | None) -> bool:
     """Whether to go past the dispatcher, which cannot take a probe along."""
     if probe is None:
         return _plain(x)
-    if type(x) not in (Tensor, torch.nn.Parameter):
+    traced = torch._C._get_tracing_state() is not None
+    if traced or type(x) not in (Tensor, torch.nn.Parameter):
+        source = "traced call" if traced else type(x).__name__
         raise RuntimeError(
-            f"a rewiring is due and its gradients cannot be taken from a {type(x).__name__}: trace or "
+            f"a rewiring is due and its gradients cannot be taken from a {source}: trace or "
             "export the model before the rewirer is made, or between its rewirings"
         )
     return True
