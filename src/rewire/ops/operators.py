@@ -1,5 +1,5 @@
 """The products as torch.library operators (``torch.ops.rewire.*``) with autograd, fake and autocast
-rules: this is what ``torch.compile`` and dispatch modes see."""
+rules: this is what ``torch.compile``, ``torch.jit.trace`` and dispatch modes see."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.ops import layout, products, rows
+from rewire.ops import flop_formulas, layout, products, rows
 from rewire.ops.products import LINEAR
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
@@ -238,3 +238,4 @@ for _name, _rule in (("linear", _linear_autograd), ("conv2d", _conv2d_autograd))
     torch.library.register_autograd(f"rewire::{_name}", _rule, setup_context=_save, lib=_library)
     for _device in ("cpu", "cuda"):
         torch.library.register_autocast(f"rewire::{_name}", _device, torch.float32, lib=_library)
+flop_formulas.register()
