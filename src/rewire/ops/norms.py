@@ -13,6 +13,8 @@ from torch import Tensor
 
 from rewire.ops import layout, native
 
+_PASSES = 4  # backward passes that things are left in at once; those that ended early count, too
+
 
 def _current_pass() -> int:
     return int(torch._C._current_graph_task_id())
@@ -29,32 +31,29 @@ class Owed:
     def __init__(self) -> None:
         self.readers = 0  # autograd functions that will return a gradient of the tensor
         self.kept = False  # whether the layer's own autograd function will do what is left
-        self._left: tuple[Tensor, Tensor, Tensor] | None = None
-        self._pass = -1  # the backward pass that it was left in
+        # By backward pass: several may be under way at once.
+        self._left: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sole(self) -> bool:
         """Whether a reader may leave the rest to the layer."""
-        return self.kept and self.readers == 1
+        return self.kept and self.readers == 1 and len(self._left) < _PASSES
 
     def leave(self, gradient: Tensor, x: Tensor, factors: Tensor) -> None:
         """Say what is to be done to a gradient that is returned, of the tensor ``x``. It is held until
         it arrives, so that nothing else comes to lie in its memory and nothing is added to it there."""
-        self._left, self._pass = (gradient, x, factors), _current_pass()
+        self._left[_current_pass()] = gradient, x, factors
 
     def take(self, gradient: Tensor) -> tuple[Tensor, Tensor] | None:
         """The tensor and the factors that belong to the gradient that has arrived, if any do."""
-        left = self._left
+        left = self._left.pop(_current_pass(), None)
         if left is None:
             return None
-        if left[0].data_ptr() == gradient.data_ptr():
-            self._left = None
-            return left[1:]
-        if self._pass == _current_pass():
+        if left[0].data_ptr() != gradient.data_ptr():
             raise RuntimeError(
                 "the gradient of a convolution's output was changed between its batch norm and the "
                 "convolution: change it by a hook of that tensor, not of a node of the graph"
             )
-        return None
+        return left[1:]
 
 
 class Moments(NamedTuple):
@@ -122,16 +121,18 @@ class Relay:
         self.twin_read = False  # by the next sum
         self.layers = self.sums = 0  # autograd functions that will return a gradient of the sum
         self.hidden = False  # whether more of them may be, or have been, made in a backward pass
-        self._more: tuple[int, Tensor] | None = None
-        self._done: tuple[int, Tensor, Tensor | None, tuple[Tensor, ...]] | None = None
+        # By backward pass: several may be under way at once.
+        self._more: dict[int, Tensor] = {}
+        self._done: dict[int, tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = {}
 
     def leave(self, gradient: Tensor) -> None:
         """Say what gradient the next sum returns."""
-        self._more = (_current_pass(), gradient)
+        if len(self._more) < _PASSES:
+            self._more[_current_pass()] = gradient
 
     def more(self) -> Tensor | None:
         """The gradient of the next sum, in this backward pass."""
-        return self._more[1] if self._more and self._more[0] == _current_pass() else None
+        return self._more.get(_current_pass())
 
     def usable(self) -> bool:
         """Whether the layer may compute the gradient: nobody else reads the sum or what the batch norm
@@ -139,7 +140,7 @@ class Relay:
         computed twice, and then reads twice."""
         if self.x is None or self.reads is None or self.reads.readers != 1:
             return False
-        if self.hidden or self.layers != 1 or self.sums > 1:
+        if self.hidden or self.layers != 1 or self.sums > 1 or len(self._done) >= _PASSES:
             return False
         owed = self.norm.owed
         return owed is not None and owed.sole() and self.twin_read == (self.more() is not None)
@@ -147,21 +148,23 @@ class Relay:
     def done(self, gradient: Tensor, *found: Tensor) -> None:
         """The layer has computed the gradient, and found those of weight and bias, and the factors of
         what is left to do."""
-        self._done = (_current_pass(), gradient, self.more(), found)
+        self._done[_current_pass()] = gradient, self.more(), found
 
     def take(self, dz: Tensor | None, more: Tensor | None) -> tuple[Tensor, ...] | None:
         """What the layer has found, if these are the gradients it has worked with."""
-        done, self._done, self._more = self._done, None, None
+        now = _current_pass()
+        done = self._done.pop(now, None)
+        self._more.pop(now, None)
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             self.x = None
-        if done is None or done[0] != _current_pass():  # that of a pass that did not come by here
+        if done is None:
             return None
-        if not (_same(done[1], dz) and _same(done[2], more)):
+        if not (_same(done[0], dz) and _same(done[1], more)):
             raise RuntimeError(
                 "a gradient of a residual sum was changed on its way: change it by a hook of that "
                 "tensor, not of a node of the graph"
             )
-        return done[3]
+        return done[2]
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:
