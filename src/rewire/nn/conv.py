@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -176,10 +177,21 @@ class SparseConv2d(SparseLayer, ConvShape):
             if small:
                 products.check_image(conv, image)
                 return run(checked=True)
+            own = (values,) if bias is None else (values, bias)
+
+            def again(given: Sequence[Tensor]) -> Tensor:
+                values, *rest = given[len(reads) :]
+                return ops.conv2d(
+                    *(given[0], values, rest[0] if rest else None, *layer[2:]),
+                    norm=None if norm is None else norm.over(given[1:]),
+                    probe=probe,
+                    checked=True,
+                )
+
             return promises.promise(
-                shape,
-                (image, *reads[1:], values) if bias is None else (image, *reads[1:], values, bias),
+                *(shape, (image, *reads[1:], *own)),
                 lambda relu, panels: run(relu=relu, panels=panels, checked=True),
+                again,
                 measure=lambda moments: run(moments=moments, panels=True, checked=True),
                 leaves=None if norm is None else norm.owed,
             )

@@ -25,9 +25,8 @@ from rewire.nn.promises import (
     end,
     inner,
     kept,
-    kinds,
     normalized,
-    promise,
+    normed,
     running,
     settled,
     thinned,
@@ -81,7 +80,7 @@ def _batch_norm(
     reads = (input, weight, bias, *statistics)
     present = tuple(tensor for tensor in reads if tensor is not None)
     shape = layout.image_shape(input)
-    return promise(shape, present, *kinds(input, norm), norm=norm, leaves=owed)
+    return normed(shape, present, norm)
 
 
 def _norm_forward(bn: nn.BatchNorm2d, input: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -83,6 +85,7 @@ class SparseLinear(SparseLayer):
             shape,
             (x, *self._parameters_used()),
             lambda rectify, _: ops.linear(x, *layer, relu=rectify, probe=probe),
+            lambda given: ops.linear(*_parts(given), layer[2], probe=probe),
         )
 
     def _sequences(self, x: Tensor) -> Tensor:
@@ -98,7 +101,15 @@ class SparseLinear(SparseLayer):
 
         if not promises.worthwhile(shape, x, self.values):
             return compute(False)
-        return promises.promise(shape, (x, *self._parameters_used()), compute, row_major=True)
+
+        def again(given: Sequence[Tensor]) -> Tensor:
+            x, values, bias = _parts(given)
+            rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+            return ops.linear(rows, values, bias, layer[2], row_major=True, probe=probe).view(shape)
+
+        return promises.promise(
+            *(shape, (x, *self._parameters_used()), compute, again), row_major=True
+        )
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -167,6 +178,12 @@ class SparseLinear(SparseLayer):
         """The layer of a sparse CSR weight, out x in."""
         connections, values = _from_csr(weight)
         return cls._with_values(connections, values, bias)
+
+
+def _parts(given: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Input, values and bias, which may not be there."""
+    x, values, *rest = given
+    return x, values, rest[0] if rest else None
 
 
 def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from rewire.nn.state import TOO_LATE, Compute, State, hooked
+from rewire.nn.histories import Changed, Link, Read
+from rewire.nn.state import TOO_LATE, Again, Compute, State, hooked, version
 from rewire.ops import channels, layout, recording
 from rewire.ops.norms import Moments, Norm, Owed
 
@@ -32,44 +33,47 @@ _make = torch.Tensor._make_wrapper_subclass
 _WORTHWHILE = 1 << 15  # elements of an output
 
 
-class _Link(torch.autograd.Function):
-    """Takes gradients back from where a promise was used without our seeing it."""
-
-    @staticmethod
-    def forward(ctx: Any, make: Callable[[], Pending], state: State, *reads: Tensor) -> Pending:
-        ctx.state = state
-        return make()
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        if ctx.state.replaced:
-            raise RuntimeError("the output of a batch norm was changed in place after it was used")
-        wanted = ctx.needs_input_grad[2:]
-        reads = [t for t, needed in zip(ctx.state.reads, wanted, strict=True) if needed]
-        grads = iter(
-            torch.autograd.grad(
-                *(ctx.state.again(), reads, dy),
-                retain_graph=True,
-                create_graph=torch.is_grad_enabled(),
-                allow_unused=True,
-            )
-        )
-        return None, None, *(next(grads) if needed else None for needed in wanted)
-
-
 class Pending(torch.Tensor):
     """A result that is not computed yet, and may take in what is done to it first."""
 
-    _state: State
+    _kept: State
+
+    @property
+    def _state(self) -> State:
+        state = self._kept
+        return self._reread() if state.stale and torch.is_grad_enabled() else state
+
+    def _reread(self) -> State:
+        """Be an ordinary tensor from now on: what reads it returns its gradient by way of the promise."""
+        old = self._kept
+        value = old.result
+        assert value is not None
+        with torch._C.DisableTorchFunction():
+            state = _ordinary(recording.apply(Read, self, value))
+        state.through, state.altered = True, old.altered
+        state.late = old.late or old.read_behind or old.read_inside or old.owed.readers > 0
+        self._kept = state
+        return state
+
+    def _become(self, new: Tensor) -> Pending:
+        """Changed in place: this is ``new`` from now on, for readers that we do not see as well."""
+        with torch._C.DisableTorchFunction():
+            if torch.is_grad_enabled() and (new.requires_grad or self.requires_grad):
+                recording.apply(Changed, self, new)
+            self._kept = new._kept if isinstance(new, Pending) else _ordinary(new)
+        return self
 
     def settle(self) -> Tensor:
         """The result as an ordinary tensor."""
         return self._state.settle()
 
+    def _seen(self) -> Tensor:
+        return self._kept.seen()
+
     def measured(self) -> tuple[Tensor, Moments | None]:
         """The result for our own layers, and its moments if they could be had on the way."""
         state = self._state
-        if state.computed is not None or state.measure is None:
+        if state.computed is not None or state.measure is None or not state.in_its_mode():
             return state.inner(), None
         measure = state.measure
         channels, dtype = state.shape[1], state.reads[0].dtype
@@ -79,44 +83,34 @@ class Pending(torch.Tensor):
         state.read_inside = state.in_panels(state.computed)
         return state.computed, moments
 
-    def _rectify(self, in_place: bool) -> Tensor:
+    def _rectify(self, in_place: bool) -> Any:
+        """The result or the promise of it, or NotImplemented."""
         state = self._state
         if state.computed is not None or state.thinned is not None or (in_place and state.viewed):
-            return F.relu(self.settle(), inplace=in_place)
+            return NotImplemented
+        if hooked() or not state.in_its_mode():
+            return NotImplemented
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
                 state.check()
-                rectified = promise(
-                    *(state.shape, state.reads, lambda _, panels: state.compute(True, panels)),
-                    norm=state.norm._replace(relu=True),
-                    leaves=state.leaves,
-                )
-            if not in_place:
-                return rectified
-            if isinstance(rectified, Pending):
-                state.replaced = True
-                self._state = rectified._state
-                return rectified
-        if not in_place and state.grad_mode and not torch.is_grad_enabled():
-            return F.relu(self.settle())  # with what is recorded, this has nothing to do
-        compute = state.compute
-        result = state.run(lambda: compute(True, state.panels))
-        if in_place:
-            state.computed, state.compute = result, lambda _, panels: compute(True, panels)
-            state.pass_on(result)
-            return self
+                rectified = normed(state.shape, state.reads, state.norm._replace(relu=True))
+            return self._become(rectified) if in_place else rectified
+        result = state.run(lambda: state.compute(True, state.panels))
         rectified = kept(result, self) if len(state.shape) == 4 else result
         if isinstance(rectified, Pending):
             rectified._state.twin, state.twin = state.twin, None
             rectified._state.pass_on(result)
-        return rectified
+        return self._become(rectified) if in_place else rectified
 
     def _plus(self, other: Any, in_place: bool) -> Any:
         """The promise of the sum, or NotImplemented."""
         state = self._state
-        if state.add is None or state.computed is not None or not isinstance(other, Tensor):
+        norm = state.norm
+        if norm is None or norm.relu or state.computed is not None or not isinstance(other, Tensor):
             return NotImplemented
         if in_place and state.viewed:
+            return NotImplemented
+        if hooked() or not state.in_its_mode():
             return NotImplemented
         with torch._C.DisableTorchFunction():
             if other.shape != state.shape or other.dtype != state.reads[0].dtype:
@@ -129,12 +123,43 @@ class Pending(torch.Tensor):
             ):
                 return NotImplemented
             state.check()
-            reads = (*state.reads, other)
-            total = promise(state.shape, reads, state.add(other), leaves=state.leaves)
-        if in_place and isinstance(total, Pending):  # everyone who holds this sees the sum
-            state.replaced = True
-            self._state = total._state
-        return total if not in_place or isinstance(total, Pending) else NotImplemented
+            total = normed(state.shape, state.reads, norm, other)
+        return self._become(total) if in_place else total
+
+    def _point(self) -> Tensor:
+        """The tensor that all gradients of this come by, for hooks; refused if there is none."""
+        state = self._state
+        if state.read_behind:
+            raise RuntimeError(
+                "this was read by way of what it is made of, and never computed, so no gradient will "
+                "come by here: register hooks before it is used"
+            )
+        if state.read_inside or state.late:
+            raise RuntimeError(TOO_LATE)
+        if state.through:
+            return self
+        result = state.settle()
+        self._watch(result)
+        return result
+
+    def _hook(self, *args: Any, **kwargs: Any) -> Any:
+        """``register_hook`` where our layers have read this."""
+        state = self._state
+        handle = state.hook(*args, **kwargs)
+        self._watch(state.materialise())
+        return handle
+
+    def _watch(self, result: Tensor) -> None:
+        """Let who reads this from now on return its gradient by way of the result."""
+        state = self._kept
+        if state.follows:
+            return
+        state.watched = True
+        if torch.is_grad_enabled():
+            state.follows = True
+            with torch._C.DisableTorchFunction():
+                if result.requires_grad:
+                    recording.apply(Changed, self, result)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,25 +167,31 @@ class Pending(torch.Tensor):
         first = args[0] if args else None
         if func in _RECTIFY and isinstance(first, Pending):
             in_place = func in _IN_PLACE or bool(args[1:] and args[1])
-            return first._rectify(in_place or bool(kwargs.get("inplace")))
+            result = first._rectify(in_place or bool(kwargs.get("inplace")))
+            if result is not NotImplemented:
+                return result
         if func in _METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _HOOKS and isinstance(first, Pending):
             state = first._state
-            if state.read_behind:
-                raise RuntimeError(
-                    "this was read by way of what it is made of, and never computed, so no gradient will "
-                    "come by here: register hooks before it is used"
-                )
-            if state.read_inside:
-                if func is Tensor.register_hook:
-                    return state.hook(*args[1:], **kwargs)
-                raise RuntimeError(TOO_LATE)
-        if func is torch.autograd.grad and any(
-            isinstance(t, Pending) and t._state.read_inside for t in pytree.tree_leaves(args[1])
-        ):
-            raise RuntimeError(TOO_LATE)
+            if func is Tensor.register_hook and state.read_inside and not state.read_behind:
+                return first._hook(*args[1:], **kwargs)
+            point = first._point()
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(point, *args[1:], **kwargs)
+        if func in _HISTORY and isinstance(first, Pending) and not first._kept.has_history():
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is torch.autograd.grad and len(args) > 1:
+            args = (
+                pytree.tree_map_only(Pending, Pending.settle, args[0]),
+                pytree.tree_map_only(Pending, Pending._point, args[1]),
+                *args[2:],
+            )
+            kwargs = pytree.tree_map_only(Pending, Pending.settle, kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         if func in _ADD and len(args) == 2 and not kwargs:
             in_place, second, result = func in _IN_PLACE, args[1], NotImplemented
             if isinstance(first, Pending):
@@ -169,22 +200,56 @@ class Pending(torch.Tensor):
                 result = second._plus(first, False)
             if result is not NotImplemented:
                 return result
-        args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs))
-        return func(*args, **kwargs)
+        plain, others = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs))
+        result = func(*plain, **others)
+        if isinstance(first, Pending) and first._kept.changed():
+            first._follow()
+            return first if result is plain[0] else result
+        return result
+
+    def _follow(self) -> None:
+        """Take the history of the result, which was changed in place."""
+        state = self._kept
+        result = state.result
+        assert result is not None
+        state.version, state.altered = version(result), True
+        if state.grad_mode and not torch.is_grad_enabled():
+            # Its history is the promise's: either as it was, or that of the autograd function that runs.
+            state.stale = True
+            return
+        state.through, state.follows = False, True
+        with torch._C.DisableTorchFunction():
+            if torch.is_grad_enabled() and (result.requires_grad or self.requires_grad):
+                recording.apply(Changed, self, result)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = pytree.tree_map_only(Pending, Pending.settle, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        plain, others = pytree.tree_map_only(Pending, Pending._seen, (args, kwargs))
+        result = func(*plain, **others)
+        if func._schema.is_mutable:  # autograd has given the promise a new history
+            for i, argument in enumerate(func._schema.arguments):
+                changed = args[i] if i < len(args) else kwargs.get(argument.name)
+                if argument.is_write and isinstance(changed, Pending):
+                    changed._kept.altered, changed._kept.stale = True, changed._kept.grad_mode
+        return result
+
+
+def _ordinary(tensor: Tensor) -> State:
+    """The state of a promise that has been kept."""
+    state = State(tuple(tensor.shape), (tensor,), lambda *_: tensor, lambda given: given[0])
+    state.computed = state.result = tensor
+    state.version = version(tensor)
+    return state
 
 
 def promise(
     shape: tuple[int, ...],
     reads: tuple[Tensor, ...],
     compute: Compute,
-    add: Callable[[Tensor], Compute] | None = None,
+    again: Again,
     row_major: bool = False,
     measure: Callable[[Moments], Tensor] | None = None,
     norm: Norm | None = None,
@@ -197,14 +262,15 @@ def promise(
         reads: the tensors that it is computed from, the input first.
         compute: gives the result, plain or rectified; in panels only where they are welcome and fit, or
             where it reads them.
-        add: gives ``compute`` for the sum with another tensor, if that can be taken in.
+        again: gives the plain result of other tensors in place of ``reads``, with the whole gradient of
+            each.
         row_major: whether the result is; else it is batch-last.
         measure: gives the plain result and writes its moments.
         norm: the batch norm that this is the output of, ``reads[0]`` being its input.
         leaves: to whom a part of the gradient of ``reads[0]`` may be left.
     """
     x = reads[0]
-    state = State(shape, reads, compute, add, measure, norm, leaves)
+    state = State(shape, reads, compute, again, measure, norm, leaves)
     promises = _local.running
     running, grad = promises[-1] if promises else None, state.grad_mode
     recorded = x.requires_grad or (running is not None and running.grad_mode)
@@ -213,23 +279,36 @@ def promise(
     strides = layout.contiguous_strides(shape) if row_major else layout.strides(shape)
     linked = grad and (x.requires_grad or any(tensor.requires_grad for tensor in reads))
     make = partial(_make, Pending, shape, strides=strides, dtype=x.dtype, device=x.device)
-    pending: Pending = recording.apply(_Link, make, state, *reads) if linked else make()
-    pending._state = state
+    pending: Pending = recording.apply(Link, make, state, *reads) if linked else make()
+    pending._kept = state
     if running is not None:
         running.pending.append(weakref.ref(pending))
     return pending
 
 
-def kinds(x: Tensor, norm: Norm) -> tuple[Compute, Callable[[Tensor], Compute]]:
-    """What the batch norm of ``x`` may become: plain or rectified, alone or with a residual."""
+def normed(
+    shape: tuple[int, ...], reads: tuple[Tensor, ...], norm: Norm, residual: Tensor | None = None
+) -> Tensor:
+    """The promise of the batch norm of ``reads[0]``, the other reads being what it has of parameters and
+    statistics; or of its sum with a residual."""
+    x = reads[0]
 
     def rectified(rectify: bool) -> Norm:
         return norm._replace(relu=rectify or norm.relu)
 
-    def plus(residual: Tensor) -> Compute:
-        return lambda rectify, _: channels.residual_sum(x, rectified(rectify), residual)
-
-    return lambda rectify, _: channels.batch_norm(x, rectified(rectify)), plus
+    if residual is None:
+        return promise(
+            *(shape, reads, lambda rectify, _: channels.batch_norm(x, rectified(rectify))),
+            lambda given: channels.batch_norm(given[0], norm.over(given[1:])),
+            norm=norm,
+            leaves=norm.owed,
+        )
+    return promise(
+        *(shape, (*reads, residual)),
+        lambda rectify, _: channels.residual_sum(x, rectified(rectify), residual),
+        lambda given: channels.batch_norm(given[0], norm.over(given[1:]), given[-1]),
+        leaves=norm.owed,
+    )
 
 
 def kept(result: Tensor, source: Any) -> Tensor:
@@ -239,7 +318,9 @@ def kept(result: Tensor, source: Any) -> Tensor:
         return result
     if isinstance(source, Pending) and source._state.grad_mode and not torch.is_grad_enabled():
         return layout.from_panels(result)  # perhaps to be computed again: see undisturbed()
-    pending = promise(layout.image_shape(result), (result,), lambda *_: result)
+    pending = promise(
+        layout.image_shape(result), (result,), lambda *_: result, lambda given: given[0]
+    )
     if isinstance(pending, Pending):
         pending._state.computed = result
     return pending
@@ -257,11 +338,20 @@ def thinned(image: Pending, steps: tuple[int, int]) -> Tensor:
 
     def view(rectify: bool, _: bool) -> Tensor:
         assert not rectify
-        return state.settle()[:, :, :: steps[0], :: steps[1]]
+        return image.settle()[:, :, :: steps[0], :: steps[1]]
 
-    pending = promise(shape, reads, view)
+    def again(given: Sequence[Tensor]) -> Tensor:
+        if image._kept.altered:
+            raise RuntimeError(
+                "rows and columns of a layer's output were read, and that output was changed in place: "
+                "change a copy instead"
+            )
+        whole = state.ordinary(given[0] if state.reads is not reads else state.again_of(given))
+        return whole[:, :, :: steps[0], :: steps[1]]
+
+    pending = promise(shape, reads, view, again, leaves=state.leaves)
     if isinstance(pending, Pending):
-        pending._state.thinned = state, steps
+        pending._state.thinned = image, steps
         state.viewed = True
     return pending
 
@@ -276,7 +366,7 @@ def unthinned(x: Any) -> tuple[Tensor, tuple[int, int]] | None:
     if not state.undisturbed():
         return None
     state.check()
-    images = source.beside()
+    images = source._state.beside()
     state.read_behind = layout.is_panels(images)
     return (images, steps) if state.read_behind else None
 
@@ -304,10 +394,11 @@ def pays(shape: tuple[int, ...], x: Tensor, values: Tensor) -> bool:
 
 _METADATA = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "is_cpu")),
-    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "layout")),
+    *(getattr(Tensor, name).__get__ for name in ("is_cuda", "layout", "requires_grad", "is_leaf")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.is_floating_point),
     *(Tensor.__len__, Tensor.nelement, Tensor.ndimension, torch.numel, torch.is_floating_point),
 }
+_HISTORY = {getattr(Tensor, name).__get__ for name in ("grad_fn", "grad", "retains_grad")}
 _HOOKS = {Tensor.register_hook, Tensor.retain_grad}
 _RECTIFY = {F.relu, F.relu_, torch.relu, torch.relu_, Tensor.relu, Tensor.relu_}
 _ADD = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
@@ -361,7 +452,7 @@ class Promises:
             if it is None or it._state.computed is not None:
                 continue
             if changing is None or any(_overlap(changing, read) for read in it._state.reads):
-                it.settle()
+                it._state.materialise()
             else:
                 self.pending.append(reference)
 

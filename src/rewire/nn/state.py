@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -13,6 +14,7 @@ from rewire.ops.norms import Moments, Norm, Owed, Relay, relay_of
 
 Result = Tensor | tuple[Tensor, Tensor]  # maybe with a twin, for a second reader
 Compute = Callable[[bool, bool], Result]  # rectify, whether panels are welcome -> result
+Again = Callable[[Sequence[Tensor]], Result]  # other tensors in place of those it reads -> result
 R = TypeVar("R")
 TOO_LATE = (
     "a layer has already read this output, in memory of its own: register hooks and call retain_grad() "
@@ -25,7 +27,8 @@ def hooked() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """What changes with the tensor's elements."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -34,7 +37,7 @@ def _versions(tensors: tuple[Tensor, ...]) -> list[tuple[int, int]]:
     try:
         return [(tensor._version, tensor.data_ptr()) for tensor in tensors]
     except RuntimeError:  # made in inference mode: they have none
-        return [(_version(tensor), tensor.data_ptr()) for tensor in tensors]
+        return [(version(tensor), tensor.data_ptr()) for tensor in tensors]
 
 
 class State:
@@ -44,13 +47,19 @@ class State:
     computed: Tensor | None = None
     twin: Tensor | None = None  # of what was computed
     result: Tensor | None = None
-    replaced = False
+    version = 0  # of the result, as far as we know of changes
+    stale = False  # whether the result has not the history of the promise, which is to be read then
+    through = False  # whether all gradients come by way of the promise
+    follows = False  # whether the promise has the history of the result
+    altered = False  # whether the result was changed in place
+    watched = False  # whether who wants to see the gradient looks at the result
+    late = False  # whether a part of the gradient goes another way
     read_behind = False  # by a layer that does the batch norm itself, or takes the rows and columns
     read_inside = False  # by a layer of ours, in panels
     twin_read = False  # so that a part of the gradient goes another way
     relay: Relay | None = None  # of the residual sum that was computed
-    thinned: tuple[State, tuple[int, int]] | None = (
-        None  # every which row and column of whose this is
+    thinned: tuple[Any, tuple[int, int]] | None = (
+        None  # every which row and column of which promise this is
     )
     viewed = False  # by such a promise
 
@@ -59,12 +68,12 @@ class State:
         shape: tuple[int, ...],
         reads: tuple[Tensor, ...],
         compute: Compute,
-        add: Callable[[Tensor], Compute] | None,
-        measure: Callable[[Moments], Tensor] | None,
-        norm: Norm | None,
-        leaves: Owed | None,
+        again: Again,
+        measure: Callable[[Moments], Tensor] | None = None,
+        norm: Norm | None = None,
+        leaves: Owed | None = None,
     ) -> None:
-        self.shape, self.reads, self.compute, self.add = shape, reads, compute, add
+        self.shape, self.reads, self.compute, self.again_of = shape, reads, compute, again
         self.measure, self.norm, self.leaves = measure, norm, leaves
         self.versions = _versions(reads)
         self.grad_mode = torch.is_grad_enabled()
@@ -111,12 +120,48 @@ class State:
 
     def settle(self) -> Tensor:
         """The plain result, as an ordinary tensor."""
+        return self._read(self.materialise()) if self.in_its_mode() else self.seen()
+
+    def materialise(self) -> Tensor:
+        """The same for no reader."""
         if self.result is None:
             computed = self.computed
             if computed is None:
                 computed = self.computed = self.run(lambda: self.compute(False, False))
             self.result = self._then(lambda: self.ordinary(computed))
-        return self._read(self.result)
+            self.version = version(self.result)
+        return self.result
+
+    def in_its_mode(self) -> bool:
+        """Whether what is recorded where this is read leads to the result: where autograd recorded at the
+        time of the promise and does not now, an autograd function may be running, whose gradient comes by
+        way of the promise."""
+        return not self.grad_mode or torch.is_grad_enabled()
+
+    def has_history(self) -> bool:
+        """Whether the result says where it comes from, and not the promise alone."""
+        return self.in_its_mode() and not (self.stale or self.through)
+
+    def seen(self) -> Tensor:
+        """The result for who does not record how it is computed, as an ordinary tensor."""
+        if self.result is None:
+            self.check()
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                if self.computed is None:
+                    self.computed = self.result = self.ordinary(self.compute(False, False))
+                else:
+                    self.result = self.ordinary(self.computed)
+            self.version, self.stale = version(self.result), self.grad_mode
+        elif self.changed():
+            raise RuntimeError(
+                "a view of a layer's output was changed in place, and then a function read that output "
+                "whose gradient cannot be had then: change a copy instead"
+            )
+        return self.result
+
+    def changed(self) -> bool:
+        """Whether the result was changed in place since we have last looked."""
+        return self.result is not None and version(self.result) != self.version
 
     def in_panels(self, computed: Tensor) -> bool:
         """Whether this is images in panels, and not something of five dimensions."""
@@ -130,6 +175,8 @@ class State:
     def inner(self) -> Tensor:
         """The plain result for our own layers, in panels if the batch fills them and nobody else has
         seen it: what is done to the ordinary tensor then, hooks included, is done to what they read."""
+        if not self.in_its_mode():
+            return self.seen()
         if self.result is not None:
             return self._read(self.result)
         if self.computed is None:
@@ -174,31 +221,16 @@ class State:
 
     def _read(self, result: Tensor) -> Tensor:
         self.owed.readers += 1
-        if self.grad_mode and not torch.is_grad_enabled():
-            self._hide()
         return result
 
-    def _hide(self) -> None:
-        """Perhaps this is read inside an autograd function, whose gradient comes by way of the promise:
-        then what computes the result may run twice in one backward pass."""
+    def announce(self, link: weakref.ref[Any]) -> None:
+        """Say that an autograd function, while it lives, may return gradients of what this reads."""
         if self.leaves is not None:
-            self.leaves.readers += 1
+            self.leaves.links.append(link)
         for relay in filter(None, map(relay_of, self.reads)):
-            relay.hidden = True
-        if self.thinned is not None:
-            self.thinned[0]._hide()
+            relay.links.append(link)
 
-    def again(self) -> Tensor:
-        """The result with a graph of its own: that of the other may be gone in a backward pass."""
-        if self.result is not None and _version(self.result):
-            return self.settle()
+    def again(self, given: Sequence[Tensor]) -> Tensor:
+        """The plain result of other tensors in place of those this reads, as an ordinary tensor."""
         self.check()
-        if self.thinned is not None:
-            source, (down, across) = self.thinned
-            there = self.reads[0] if self.reads[0] is source.computed else None
-            return self._then(
-                lambda: (source.again() if there is None else source.ordinary(there))[
-                    :, :, ::down, ::across
-                ]
-            )
-        return self._then(lambda: self.ordinary(self.compute(False, False)))
+        return self._then(lambda: self.ordinary(self.again_of(given)))

@@ -24,7 +24,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from rewire.nn import promises
 from rewire.nn.conv import SparseConv2d
 from rewire.nn.linear import SparseLinear
-from rewire.nn.promises import kept, kinds, promise
+from rewire.nn.promises import kept, normed
 from rewire.nn.state import hooked
 from rewire.nn.taking import taken
 from rewire.ops import chain, channels, eager, native, pooling, products, topology
@@ -270,9 +270,7 @@ def _run(modules: Sequence[nn.Module], at: int, x: Any, final: bool) -> tuple[Te
             return kept(y, None), at
         statistics = () if norm.training else norm[2:4]
         reads = tuple(t for t in (y, norm.weight, norm.bias, *statistics) if t is not None)
-        compute, plus = kinds(y, norm)
-        add = None if norm.relu else plus
-        return promise(links.shape, reads, compute, add, norm=norm, leaves=norm.owed), at
+        return normed(links.shape, reads, norm), at
 
 
 class _Links:

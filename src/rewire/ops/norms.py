@@ -6,6 +6,8 @@ write there anyway; here is what they need to know, and how they find out that n
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +22,10 @@ def _current_pass() -> int:
     return int(torch._C._current_graph_task_id())
 
 
+def _any_alive(links: list[weakref.ref[Any]]) -> bool:
+    return any(link() is not None for link in links)
+
+
 class Owed:
     """What is left to do to the gradient of a tensor, by the layer that made it.
 
@@ -31,12 +37,18 @@ class Owed:
     def __init__(self) -> None:
         self.readers = 0  # autograd functions that will return a gradient of the tensor
         self.kept = False  # whether the layer's own autograd function will do what is left
+        self.links: list[weakref.ref[Any]] = []  # more of them, which may, while they live
         # By backward pass: several may be under way at once.
         self._left: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def sole(self) -> bool:
         """Whether a reader may leave the rest to the layer."""
-        return self.kept and self.readers == 1 and len(self._left) < _PASSES
+        return (
+            self.kept
+            and self.readers == 1
+            and len(self._left) < _PASSES
+            and not _any_alive(self.links)
+        )
 
     def leave(self, gradient: Tensor, x: Tensor, factors: Tensor) -> None:
         """Say what is to be done to a gradient that is returned, of the tensor ``x``. It is held until
@@ -77,6 +89,14 @@ class Norm(NamedTuple):
     eps: float
     relu: bool = False
     owed: Owed | None = None
+
+    def over(self, tensors: Sequence[Tensor]) -> Norm:
+        """The same with the first of ``tensors`` for weight and bias, where it has them, and nothing of its
+        gradient left to anyone."""
+        rest = iter(tensors)
+        weight = None if self.weight is None else next(rest)
+        bias = None if self.bias is None else next(rest)
+        return self._replace(weight=weight, bias=bias, owed=None)
 
     def read(self) -> None:
         """An autograd function is going to return a gradient of the input."""
@@ -120,7 +140,8 @@ class Relay:
         self.reads: Owed | None = None  # counts who reads the sum, but for the next sum
         self.twin_read = False  # by the next sum
         self.layers = self.sums = 0  # autograd functions that will return a gradient of the sum
-        self.hidden = False  # whether more of them may be, or have been, made in a backward pass
+        self.hidden = False  # whether more of them have been made in a backward pass
+        self.links: list[weakref.ref[Any]] = []  # more of them, which may, while they live
         # By backward pass: several may be under way at once.
         self._more: dict[int, Tensor] = {}
         self._done: dict[int, tuple[Tensor, Tensor | None, tuple[Tensor, ...]]] = {}
@@ -140,7 +161,9 @@ class Relay:
         computed twice, and then reads twice."""
         if self.x is None or self.reads is None or self.reads.readers != 1:
             return False
-        if self.hidden or self.layers != 1 or self.sums > 1 or len(self._done) >= _PASSES:
+        if self.hidden or self.layers != 1 or self.sums > 1:
+            return False
+        if len(self._done) >= _PASSES or _any_alive(self.links):
             return False
         owed = self.norm.owed
         return owed is not None and owed.sole() and self.twin_read == (self.more() is not None)
