@@ -32,6 +32,7 @@ from rewire.nn.promises import (
     thinned,
     unthinned,
 )
+from rewire.nn.sparse import SparseLayer
 from rewire.nn.state import hooked
 from rewire.nn.taking import leave, take
 from rewire.ops import channels, layout, pooling
@@ -283,12 +284,14 @@ class _Fusion(TorchFunctionMode):
 
 
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What ``module(...)`` does once it is fused.
+    """What ``module(...)`` does once it is fused: a run, unless it is a part of a model that runs.
 
-    It is not where something else watches, nor with FSDP inside: parameters are gone there before what is
+    It is none where something else watches, nor with FSDP inside: parameters are gone there before what is
     pending would read them.
     """
     call: Any = type(module)._call_impl
+    if running():
+        return call(module, *args, **kwargs)
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0 or has_fsdp(module):
         return call(module, *args, **kwargs)
@@ -323,9 +326,12 @@ _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
 
 
 def fuse(module: nn.Module) -> None:
-    """Let ``module`` run as described above whenever it is called."""
-    module.__dict__["_call_impl"] = partial(_call, module)
+    """Let ``module`` run as described above whenever it is called, and every part of it that has sparse
+    layers in it: whichever of them is called first is the model that runs."""
     for part in module.modules():
+        inside = any(isinstance(below, SparseLayer) for below in part.modules())
+        if part is module or (inside and not isinstance(part, SparseLayer)):
+            part.__dict__["_call_impl"] = partial(_call, part)
         if type(part) in _FORWARDS:
             take(part, _FORWARDS[type(part)])
 
