@@ -172,7 +172,7 @@ def critic(storage: str = "sparse") -> nn.Sequential:
     layers = [nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Block(), nn.MaxPool2d(2)]
     model = nn.Sequential(*layers, Block(), nn.Flatten(), nn.Linear(72, 16), nn.ReLU())
     model.append(nn.Linear(16, 1)).double()
-    rewire.sparsify(model, sparsity=0.6, storage=storage)
+    rewire.sparsify(model, sparsity=0.6, storage=storage, weights="fresh")
     for part in model.modules():
         if isinstance(part, nn.BatchNorm2d):
             part.weight.data, part.bias.data = normal(8, seed=1), normal(8, seed=2)

@@ -71,7 +71,7 @@ def lightning_task(net: nn.Module) -> Any:
 
 def converted(make: Callable[[nn.Module], Any] = Task) -> Any:
     torch.manual_seed(0)
-    return rewire.sparsify(make(Net().double()), sparsity=0.5)
+    return rewire.sparsify(make(Net().double()), sparsity=0.5, weights="fresh")
 
 
 def nodes(tensor: Tensor) -> collections.Counter[str]:

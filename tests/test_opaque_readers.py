@@ -237,7 +237,7 @@ class Net(nn.Module):
 
 @cache
 def _twins() -> tuple[Net, Net]:
-    sparse = rewire.sparsify(Net(), sparsity=0.4)
+    sparse = rewire.sparsify(Net(), sparsity=0.4, weights="fresh")
     return sparse.watch(), rewire.densify(copy.deepcopy(sparse)).watch()
 
 

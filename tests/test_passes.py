@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 
 def twins() -> list[tuple[Net, Tensor]]:
-    sparse = rewire.sparsify(Net(), sparsity=0.3)
+    sparse = rewire.sparsify(Net(), sparsity=0.3, weights="fresh")
     dense = rewire.densify(copy.deepcopy(sparse))
     x = torch.randn(8, 3, 5, 5, generator=torch.Generator().manual_seed(1)).double()
     return [(net, x.clone().requires_grad_()) for net in (sparse, dense)]
