@@ -133,7 +133,9 @@ def test_an_input_that_depends_on_the_weights() -> None:
     values, bias, c = layer.values, layer.bias, layer.connections
 
     def dense(x: Tensor) -> Tensor:
-        weight = torch.zeros(5, 5, dtype=x.dtype).index_put((c.outputs(), c.inputs()), values)
+        weight = torch.zeros(5, 5, dtype=x.dtype).index_put(
+            (c.outputs(), c.inputs()), values.view(-1)
+        )
         return F.relu(F.linear(F.relu(F.linear(x, weight, bias)), weight, bias))
 
     def penalty(function: Callable[[Tensor], Tensor]) -> Sequence[Tensor]:
