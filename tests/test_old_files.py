@@ -296,3 +296,20 @@ def test_without_a_rewirer_old_state_raises_or_is_taken_as_it_is(name: str, mode
     old.load_state_dict(aged(copy.deepcopy(state)))
     reshape_old_state(old, layer.parameters())
     assert torch.equal(step(layer, old), expected)
+
+
+def test_averages_of_weights() -> None:
+    model = rewire.sparsify(own(), sparsity=0.5, seed=1)
+    ema = rewire.EMA(model, decay=0.5)
+    ema.update()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(2)
+    ema.update()
+    loaded = rewire.EMA(rewire.sparsify(own(), sparsity=0.6, seed=2), decay=0.5)
+    loaded.load_state_dict(aged(ema.state_dict()))
+    state = loaded.state_dict()
+    assert all(torch.equal(tensor, state[name]) for name, tensor in ema.state_dict().items())
+    for layer, other in zip(ema.module.modules(), model.modules(), strict=True):
+        if isinstance(layer, SparseLayer):
+            torch.testing.assert_close(layer.values, other.values * 0.75)  # (1 + 2) / 2 of 2
