@@ -21,6 +21,7 @@ from rewire.nn import units
 from rewire.nn.promises import (
     Pending,
     Promises,
+    before_tracking,
     begin,
     end,
     inner,
@@ -52,6 +53,8 @@ def _batch_norm(
 ) -> Tensor | None:
     statistics: tuple[Tensor | None, ...] = (running_mean, running_var)
     moments, images = None, False
+    if training and running_mean is not None and running_var is not None:
+        before_tracking((running_mean, running_var))
     if isinstance(input, Pending):
         images = len(input._state.shape) == 4
         input, moments = input.measured() if training else (inner(input), None)

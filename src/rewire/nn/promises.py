@@ -292,6 +292,8 @@ def normed(
     """The promise of the batch norm of ``reads[0]``, the other reads being what it has of parameters and
     statistics; or of its sum with a residual."""
     x = reads[0]
+    if not norm.training and _local.running:
+        _local.running[-1].tracked_read = True
 
     def rectified(rectify: bool) -> Norm:
         return norm._replace(relu=rectify or norm.relu)
@@ -443,6 +445,7 @@ class Promises:
         self.model = model
         self.pending: list[weakref.ref[Pending]] = []
         self.grad_mode = torch.is_grad_enabled()
+        self.tracked_read = False  # whether a promise reads what a batch norm has tracked
 
     def settle(self, changing: Tensor | None = None) -> None:
         """Compute all that is still pending, or what reads the memory of one tensor."""
@@ -463,6 +466,14 @@ class _Local(threading.local):
 
 
 _local = _Local()
+
+
+def before_tracking(statistics: Sequence[Tensor]) -> None:
+    """Compute what reads the running statistics of a batch norm that are about to change."""
+    promises = _local.running[-1] if _local.running else None
+    if promises is not None and promises.tracked_read:
+        for tensor in statistics:
+            promises.settle(tensor)
 
 
 def begin(model: nn.Module) -> Promises:

@@ -185,6 +185,7 @@ class NormParts(NamedTuple):
         momentum = self.module.momentum
         if not (mean is None or variance is None or count is None or momentum is None):
             count.add_(1)
+            promises.before_tracking((mean, variance))
             channels.track(moments.mean, moments.variance, size, momentum, (mean, variance))
 
     def norm(self, moments: Moments | None, relu: bool) -> Norm:

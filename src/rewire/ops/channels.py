@@ -171,14 +171,17 @@ def moments(x: Tensor) -> tuple[Tensor, Tensor]:
 def track(
     mean: Tensor, variance: Tensor, size: int, momentum: float, running: tuple[Tensor, Tensor]
 ) -> None:
-    """Move the ``running`` mean and variance towards the moments of a batch, ``size`` elements each."""
+    """Move the ``running`` mean and variance towards the moments of a batch, ``size`` elements each.
+
+    Their version stays, as in torch's own batch norm: the same module may have run before, and autograd
+    have saved them there.
+    """
     kernels = native.kernels(mean)
     assert kernels is not None
     kernels.track(
         *(mean.data_ptr(), variance.data_ptr(), mean.numel(), momentum, size / (size - 1)),
         *(tensor.data_ptr() for tensor in running),
     )
-    torch.autograd.graph.increment_version(running)
 
 
 def settle_gradient(g: Tensor, x: Tensor, factors: Tensor) -> Tensor:

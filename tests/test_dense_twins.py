@@ -1,0 +1,85 @@
+"""Programs in which converted models once differed from their dense twins, or refused to run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import rewire
+from fused import assert_close, grads_of, loss_of, normal, same_buffers, tensors_in
+from rewire import ops
+
+pytestmark = [
+    pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels"),
+    pytest.mark.usefixtures("promise_always"),
+]
+Body = Callable[[Any, Tensor], Any]
+
+
+class Net(nn.Module):
+    """A convolution, a batch norm and a linear layer; what is done with them is the body."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+        self.bn, self.fc = nn.BatchNorm2d(4), nn.Linear(4, 4)
+        nn.init.normal_(self.bn.weight)
+        nn.init.normal_(self.bn.bias)
+        self.body = body
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(self, x)
+
+
+def as_its_twin(body: Body, x: Tensor, *, training: bool = True) -> None:
+    """Outputs, gradients and buffers of a converted model are those of its densified copy."""
+    torch.manual_seed(0)
+    model = rewire.sparsify(Net(body).double(), sparsity=0.4, weights="fresh").train(training)
+    twin = rewire.densify(copy.deepcopy(model))
+    inputs = [x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2)]
+    found, expected = (tensors_in(m(i * 1)) for m, i in zip((model, twin), inputs, strict=True))
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.requires_grad == right.requires_grad
+        assert_close(mine.detach(), right.detach())
+    same_buffers(model, twin)
+    loss, right_loss = loss_of(found), loss_of(expected)
+    if loss is None or right_loss is None:
+        assert loss is right_loss
+        return
+    loss.backward()
+    right_loss.backward()
+    for (name, right_grad), mine_grad in zip(
+        grads_of(twin, model).items(), grads_of(model, model).values(), strict=True
+    ):
+        assert (mine_grad is None) == (right_grad is None), name
+        if mine_grad is not None and right_grad is not None:
+            assert_close(mine_grad, right_grad, 1e-9)
+    if x.requires_grad:
+        assert inputs[0].grad is not None
+        assert inputs[1].grad is not None
+        assert_close(inputs[0].grad, inputs[1].grad, 1e-9)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return normal(8, 4, 6, 6).requires_grad_()
+
+
+def test_a_batch_norm_that_torch_ran_before(x: Tensor) -> None:
+    # Autograd has saved the running statistics there, and torch's batch norm never changes their version.
+    as_its_twin(lambda m, x: F.relu(m.bn(m.conv(m.bn(x)))), x)
+
+
+def test_a_batch_norm_in_evaluation_then_in_training(x: Tensor) -> None:
+    def body(m: Any, x: Tensor) -> list[Tensor]:
+        first = m.bn.eval()(m.conv(x).detach())
+        second = m.bn.train()(m.conv(x))
+        return [first, second]
+
+    as_its_twin(body, x.detach())
