@@ -83,3 +83,13 @@ def test_a_batch_norm_in_evaluation_then_in_training(x: Tensor) -> None:
         return [first, second]
 
     as_its_twin(body, x.detach())
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_gradients_enabled_in_inference_mode(x: Tensor, training: bool) -> None:
+    def body(m: Any, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return F.max_pool2d(F.relu(m.bn(m.conv(F.relu(m.bn(m.conv(x)) + x)))), 2)
+
+    with torch.inference_mode():
+        as_its_twin(body, x.detach(), training=training)
