@@ -93,3 +93,77 @@ def test_gradients_enabled_in_inference_mode(x: Tensor, training: bool) -> None:
 
     with torch.inference_mode():
         as_its_twin(body, x.detach(), training=training)
+
+
+def clamped(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    y.view(-1).clamp_(min=0)
+    return m.conv(y)
+
+
+def doubled_in_part(m: Any, x: Tensor) -> Tensor:
+    y = m.bn(m.conv(x))
+    y.view(-1)[10:].mul_(2)
+    return y
+
+
+def of_a_changed_output(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x)
+    view = y.view(-1)
+    y.mul_(2)
+    return view * 1
+
+
+def of_a_linear_layer(m: Any, x: Tensor) -> Tensor:
+    y = m.fc(x.mean((2, 3)))
+    y.view(-1).mul_(2)
+    return y
+
+
+def of_another_function(m: Any, x: Tensor) -> Tensor:
+    y = m.conv(x) * 2
+    y.view(-1).mul_(2)
+    return y
+
+
+def with_a_reader_before(m: Any, x: Tensor) -> list[Tensor]:
+    y = m.conv(x) * 2
+    z = m.bn(y)
+    return [z, y.view(-1) * 1]
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+@pytest.mark.parametrize(
+    "body",
+    [
+        clamped,
+        doubled_in_part,
+        of_a_changed_output,
+        of_a_linear_layer,
+        of_another_function,
+        with_a_reader_before,
+    ],
+    ids=lambda body: body.__name__,
+)
+def test_a_view_shares_memory(body: Body, recorded: bool, x: Tensor) -> None:
+    with torch.set_grad_enabled(recorded):
+        as_its_twin(body, x if recorded else x.detach())
+
+
+def test_a_view_in_inference_mode(x: Tensor) -> None:
+    with torch.inference_mode():
+        as_its_twin(clamped, x.detach())
+
+
+@pytest.mark.parametrize("size", [8, 3])
+def test_an_output_changed_in_place_after_it_was_read(size: int, x: Tensor) -> None:
+    def body(m: Any, x: Tensor) -> list[Tensor]:
+        y = m.conv(x)
+        first = m.bn(y)
+        y.zero_()
+        second = m.conv(first)
+        first.add_(1)
+        return [y, first, second]
+
+    with torch.no_grad():
+        as_its_twin(body, x.detach()[:size])

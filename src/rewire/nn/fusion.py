@@ -23,6 +23,7 @@ from rewire.nn.promises import (
     Promises,
     before_tracking,
     begin,
+    copied,
     end,
     inner,
     kept,
@@ -217,7 +218,7 @@ def _view(x: Tensor, *shape: Any, **kwargs: Any) -> Tensor | None:
     try:
         return x.view(*shape)
     except RuntimeError:
-        return x.reshape(*shape)
+        return copied(x, x.reshape(*shape))
 
 
 _FUNCTIONS: dict[Any, Callable[..., Tensor | None]] = {
@@ -274,13 +275,25 @@ class _Fusion(TorchFunctionMode):
                 result = special(x, *map(settled, args[1:]), **kwargs)
                 if result is not None:
                     return result
-        if "out" in kwargs or (
-            (_writes(func) or kwargs.get("inplace")) and not (args and isinstance(args[0], Pending))
-        ):
+        writes = "out" in kwargs or _writes(func) or bool(kwargs.get("inplace"))
+        if writes:
             # What is pending must not see the change; it reads floating-point numbers alone.
-            whole = "out" in kwargs or not args or not isinstance(args[0], Tensor)
-            if whole or args[0].is_floating_point():
-                self.promises.settle(None if whole else args[0])
+            if "out" in kwargs or not args or not isinstance(args[0], Tensor):
+                self.promises.settle()
+            elif isinstance(args[0], Pending):
+                for changing in (args[0]._kept.computed, args[0]._kept.result):
+                    if changing is not None:
+                        self.promises.settle(changing)
+            elif args[0].is_floating_point():
+                self.promises.settle(args[0])
+        if writes and self.promises.copied:
+            result = self._run(func, types, args, kwargs)
+            changed = kwargs.get("out", args[0] if args else None)
+            self.promises.copied = [both for both in self.promises.copied if both.follow(changed)]
+            return result
+        return self._run(func, types, args, kwargs)
+
+    def _run(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if args and type(args[0]) is Pending:  # past a second round of torch's dispatch
             return Pending.__torch_function__(func, types, args, kwargs)
         return func(*args, **kwargs)

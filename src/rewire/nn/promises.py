@@ -438,6 +438,35 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
             return True
 
 
+class Copied:
+    """A tensor, and a copy of it where torch would make a view: a change of either is one of both."""
+
+    def __init__(self, source: Tensor, copy: Tensor) -> None:
+        self.source, self.copy = weakref.ref(source), weakref.ref(copy)
+
+    def follow(self, changed: Any) -> bool:
+        """Make up for a change; False once one of them is gone."""
+        source, copy = self.source(), self.copy()
+        if source is None or copy is None:
+            return False
+        if isinstance(changed, Pending):
+            changed = changed._kept.result
+        if isinstance(changed, Tensor):
+            with torch._C.DisableTorchFunction():
+                if _overlap(changed, copy):
+                    source.copy_(copy.view(source.shape))
+                elif _overlap(changed, source):
+                    copy.copy_(source.reshape(copy.shape))
+        return True
+
+
+def copied(source: Tensor, copy: Tensor) -> Tensor:
+    """The copy of a tensor that stands for a view of it while the model runs."""
+    if _local.running:
+        _local.running[-1].copied.append(Copied(source, copy))
+    return copy
+
+
 class Promises:
     """What a running ``model`` has promised."""
 
@@ -445,6 +474,7 @@ class Promises:
         self.model = model
         self.pending: list[weakref.ref[Pending]] = []
         self.grad_mode = torch.is_grad_enabled()
+        self.copied: list[Copied] = []
         self.tracked_read = False  # whether a promise reads what a batch norm has tracked
 
     def settle(self, changing: Tensor | None = None) -> None:
