@@ -167,3 +167,45 @@ def test_an_output_changed_in_place_after_it_was_read(size: int, x: Tensor) -> N
 
     with torch.no_grad():
         as_its_twin(body, x.detach()[:size])
+
+
+def _watch(y: Tensor) -> None:
+    y.register_hook(lambda gradient: None)
+
+
+# Uses of an output, by which it need not be computed itself.
+USES: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {
+    "rectified": lambda m, y, x: F.relu(y),
+    "rectified for a layer": lambda m, y, x: m.conv(F.relu(y)),
+    "added": lambda m, y, x: y + m.conv(x),
+    "added from the left": lambda m, y, x: m.conv(x) + y,
+    "rectified and multiplied": lambda m, y, x: F.relu(y) * y,
+}
+
+
+@pytest.mark.parametrize("watch", [Tensor.retain_grad, _watch], ids=["retain_grad", "hook"])
+@pytest.mark.parametrize("use", USES)
+def test_hooks_that_come_too_late_are_refused(
+    use: str, watch: Callable[[Tensor], None], x: Tensor
+) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.bn(m.conv(x))
+        z = USES[use](m, y, x)
+        watch(y)
+        return z
+
+    model = rewire.sparsify(Net(body).double(), sparsity=0.4, weights="fresh")
+    with pytest.raises(RuntimeError, match="register hooks before it is used"):
+        model(x)
+
+
+def test_a_hook_of_a_layer_that_was_rectified_is_refused(x: Tensor) -> None:
+    def body(m: Any, x: Tensor) -> Any:
+        y = m.conv(x)
+        z = m.conv(F.relu(y))
+        y.register_hook(lambda g: None)
+        return z
+
+    model = rewire.sparsify(Net(body).double(), sparsity=0.4, weights="fresh")
+    with pytest.raises(RuntimeError, match="register hooks before it is used"):
+        model(x)

@@ -90,6 +90,7 @@ class Pending(torch.Tensor):
             return NotImplemented
         if hooked() or not state.in_its_mode():
             return NotImplemented
+        state.read_behind = state.read_behind or not in_place
         if state.norm is not None and not state.norm.relu and state.undisturbed():
             with torch._C.DisableTorchFunction():
                 state.check()
@@ -124,6 +125,7 @@ class Pending(torch.Tensor):
                 return NotImplemented
             state.check()
             total = normed(state.shape, state.reads, norm, other)
+        state.read_behind = state.read_behind or not in_place
         return self._become(total) if in_place else total
 
     def _point(self) -> Tensor:

@@ -54,7 +54,9 @@ class State:
     altered = False  # whether the result was changed in place
     watched = False  # whether who wants to see the gradient looks at the result
     late = False  # whether a part of the gradient goes another way
-    read_behind = False  # by a layer that does the batch norm itself, or takes the rows and columns
+    read_behind = (
+        False  # by who makes the result on its own: normalises, rectifies, adds, takes rows
+    )
     read_inside = False  # by a layer of ours, in panels
     twin_read = False  # so that a part of the gradient goes another way
     relay: Relay | None = None  # of the residual sum that was computed
