@@ -6,12 +6,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
 
+#include "bind_engine.h"
 #include "channels.h"
+#include "dispatch.h"
 #include "drawing.h"
 #include "images.h"
 #include "layers.h"
@@ -29,50 +30,9 @@ namespace {
 
 using Address = uintptr_t;
 
-std::vector<const InstructionSet*> supported() {
-    std::vector<const InstructionSet*> sets;
-#ifdef REWIRE_X86
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-        sets.push_back(&avx512::instruction_set());
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2::instruction_set());
-#endif
-    sets.push_back(&generic::instruction_set());
-    return sets;
-}
-
-const InstructionSet* current = supported().front();
-
-template <class T>
-const Table<T>& table();
-template <>
-const Table<float>& table() {
-    return current->f32;
-}
-template <>
-const Table<double>& table() {
-    return current->f64;
-}
-
 template <class T>
 T* at(Address address) {
     return reinterpret_cast<T*>(address);
-}
-
-std::vector<std::string> supported_names() {
-    std::vector<std::string> names;
-    for (const auto* set : supported()) names.emplace_back(set->name);
-    return names;
-}
-
-void use(const std::string& name) {
-    for (const auto* set : supported())
-        if (name == set->name) {
-            current = set;
-            return;
-        }
-    throw std::invalid_argument("this machine does not support the instruction set '" + name + "'");
 }
 
 // An uninitialised tensor in kept memory, as a DLPack capsule.
@@ -249,9 +209,9 @@ void define(nb::module_& m) {
 
 NB_MODULE(_native, m) {
     nb::set_leak_warnings(false);  // sizes live in caches until the interpreter ends
-    m.def("supported", &supported_names, "Instruction sets of this machine, best first.");
-    m.def("current", [] { return std::string(current->name); });
-    m.def("use", &use);
+    m.def("supported", &supported_instruction_sets, "Instruction sets of this machine, best first.");
+    m.def("current", &current_instruction_set);
+    m.def("use", &use_instruction_set);
     m.def("shares_torch_threads", &shares_torch_threads);
     m.def("empty_cache", &empty_cache);
     nb::class_<Loops>(m, "Loops")
@@ -308,36 +268,12 @@ NB_MODULE(_native, m) {
         .def("__init__", [](Stream* s, uint64_t seed, uint64_t purpose, uint64_t step, uint64_t layer) {
             new (s) Stream{seed, purpose, step, layer};
         });
-    nb::class_<Geometry>(m, "Geometry")
-        .def("__init__", [](Geometry* g, int64_t batch, int64_t in_channels, int64_t height, int64_t width,
-                            int64_t out_channels, int64_t out_height, int64_t out_width, int32_t kh, int32_t kw,
-                            int32_t sh, int32_t sw, int32_t ph, int32_t pw, int32_t dh, int32_t dw, int64_t panel,
-                            bool in_panels, bool out_panels) {
-            new (g) Geometry{batch, in_channels, height, width, out_channels, out_height, out_width, kh,        kw,
-                             sh,    sw,          ph,     pw,    dh,           dw,         panel,     in_panels, out_panels};
-        });
-    nb::class_<Images>(m, "Images")
-        .def("__init__", [](Images* p, int64_t panels, int64_t channels, int64_t height, int64_t width, int64_t panel) {
-            new (p) Images{panels, channels, height, width, panel};
-        });
-    nb::class_<Thinning>(m, "Thinning")
-        .def("__init__", [](Thinning* p, int64_t down, int64_t across, int64_t before, int64_t after) {
-            new (p) Thinning{down, across, before, after};
-        });
-    nb::class_<Pool>(m, "Pool")
-        .def("__init__", [](Pool* p, int64_t panels, int64_t batch, int64_t channels, int64_t height, int64_t width,
-                            int64_t out_height, int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw,
-                            int32_t ph, int32_t pw, bool count_padding, bool in_panels) {
-            const auto steps = [&](int64_t h, int64_t w) {
-                return in_panels ? Pool::Steps{h * channels * w * batch, w * batch, channels * w * batch}
-                                 : Pool::Steps{0, h * w * batch, w * batch};
-            };
-            new (p) Pool{panels, batch, channels, height, width, out_height, out_width, kh, kw, sh, sw, ph, pw,
-                         count_padding, steps(height, width), steps(out_height, out_width)};
-        });
+    bind_steps(m);
 
     auto f32 = m.def_submodule("f32");
     define<float>(f32);
+    bind_plan<float>(f32);
     auto f64 = m.def_submodule("f64");
     define<double>(f64);
+    bind_plan<double>(f64);
 }

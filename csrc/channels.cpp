@@ -1,6 +1,7 @@
 #include "channels.h"
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "parallel.h"
@@ -15,6 +16,12 @@ void for_each_channel(int64_t channels, int64_t len, int threads, Body&& body) {
     parallel_for((channels + block - 1) / block, threads, [&](int64_t b) {
         for (int64_t c = b * block; c < std::min(channels, (b + 1) * block); c++) body(c);
     });
+}
+
+// Calls body(at, n) for pieces of a tensor.
+template <class Body>
+void for_each_piece(int64_t len, int threads, Body&& body) {
+    pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) { body(begin, end - begin); });
 }
 
 // splitmix64
@@ -100,6 +107,14 @@ void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, i
 }
 
 template <class T>
+void channel_sums(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, T* sums,
+                  int threads) {
+    const Runs runs{channels, len, panels};
+    const auto all = sums_of(runs, threads, [&](int64_t, int64_t at, double* to) { *to += table.total(x + at, runs.len()); });
+    for (int64_t c = 0; c < channels; c++) sums[c] = T(all[size_t(2 * c)]);
+}
+
+template <class T>
 void track(const T* mean, const T* variance, int64_t channels, double momentum, double unbiased, T* running_mean,
            T* running_variance) {
     // Not running + momentum * (moment - running), which loses a moment that is small beside what it replaces.
@@ -165,6 +180,26 @@ void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* fac
 }
 
 template <class T>
+void relu(const Table<T>& table, const T* x, int64_t len, T* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { table.normalize({n, T(1), T(0), true}, x + at, nullptr, y + at); });
+}
+
+template <class T>
+void add(const Table<T>& table, const T* a, const T* b, int64_t len, bool relu, T* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { table.normalize({n, T(1), T(0), relu}, a + at, b + at, y + at); });
+}
+
+template <class T>
+void copy(const T* x, int64_t len, T* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { std::memmove(y + at, x + at, sizeof(T) * size_t(n)); });
+}
+
+template <class T>
+void fill(T value, int64_t len, T* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { std::fill_n(y + at, n, value); });
+}
+
+template <class T>
 void drop_out(const Table<T>& table, const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y,
               int threads) {
     const auto limit = uint32_t(probability * 4294967296.0);  // of 2^32 values; the probability is below 1
@@ -206,18 +241,24 @@ void max_pool_gradient(const Table<T>& table, const Pool& p, const BatchNorm<T>*
 
 template <class T>
 void mean_pool(const Table<T>& table, const Pool& p, const T* x, T* y, int threads) {
-    for_each_channel(p.channels, p.in.channel, threads,
-                     [&](int64_t c) { table.mean_pool(p, x + c * p.in.channel, y + c * p.out.channel); });
+    for_each_channel(p.panels * p.channels, p.height * p.width * p.batch, threads, [&](int64_t k) {
+        const int64_t panel = k / p.channels, c = k % p.channels;
+        table.mean_pool(p, x + panel * p.in.panel + c * p.in.channel, y + panel * p.out.panel + c * p.out.channel);
+    });
 }
 
 template <class T>
 void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx, int threads) {
-    for_each_channel(p.channels, p.in.channel, threads,
-                     [&](int64_t c) { table.mean_pool_gradient(p, dy + c * p.out.channel, dx + c * p.in.channel); });
+    for_each_channel(p.panels * p.channels, p.height * p.width * p.batch, threads, [&](int64_t k) {
+        const int64_t panel = k / p.channels, c = k % p.channels;
+        table.mean_pool_gradient(p, dy + panel * p.out.panel + c * p.out.channel,
+                                 dx + panel * p.in.panel + c * p.in.channel);
+    });
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
     template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, T*, int);                   \
+    template void channel_sums<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, int);                  \
     template void track<T>(const T*, const T*, int64_t, double, double, T*, T*);                                   \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*,    \
@@ -225,6 +266,10 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
+    template void relu<T>(const Table<T>&, const T*, int64_t, T*, int);                                             \
+    template void add<T>(const Table<T>&, const T*, const T*, int64_t, bool, T*, int);                              \
+    template void copy<T>(const T*, int64_t, T*, int);                                                              \
+    template void fill<T>(T, int64_t, T*, int);                                                                     \
     template void drop_out<T>(const Table<T>&, const T*, int64_t, double, double, uint64_t, T*, int);               \
     template void max_pool<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, T*, uint8_t*, int);\
     template void max_pool_gradient<T>(const Table<T>&, const Pool&, const BatchNorm<T>*, const T*, const T*,\

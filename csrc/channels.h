@@ -1,4 +1,4 @@
-// Normalisation and pooling of activations. Batch-last, a channel is one contiguous run; in panels, one run for each
+// Normalisation, pooling and elementwise operators of activations. Batch-last, a channel is one contiguous run; in panels, one run for each
 // row of each panel.
 #pragma once
 
@@ -28,6 +28,10 @@ struct BatchNorm {
 template <class T>
 void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
              int threads);
+
+// sums[c] = the sum over channel c.
+template <class T>
+void channel_sums(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, T* sums, int threads);
 
 // running = (1 - momentum) * running + momentum * moment, the variance times `unbiased`.
 template <class T>
@@ -63,6 +67,17 @@ void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const
 template <class T>
 void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
                      int64_t panels, T* dx, int threads);
+
+// Element by element; y may be one of the others.
+template <class T>
+void relu(const Table<T>&, const T* x, int64_t len, T* y, int threads);
+// y = a + b, rectified if asked.
+template <class T>
+void add(const Table<T>&, const T* a, const T* b, int64_t len, bool relu, T* y, int threads);
+template <class T>
+void copy(const T* x, int64_t len, T* y, int threads);
+template <class T>
+void fill(T value, int64_t len, T* y, int threads);
 
 // y[i] = x[i] * scale, or 0 with the given probability; which ones is a function of seed and i alone.
 template <class T>

@@ -19,7 +19,7 @@ void for_each_row(const Images& of, int threads, Body&& body) {
 
 template <class T>
 void panels(const Table<T>& table, const Images& of, bool into, const T* x, T* y, int threads) {
-    const int64_t batch = of.panels * of.panel;
+    const int64_t batch = of.batch();
     for_each_row(of, threads, [&](int64_t n, int64_t h) {
         for (int64_t c = 0; c < of.channels; c++) {
             const int64_t here = (c * of.height + h) * of.width * batch + n * of.panel, there = of.at(n, h, c);
@@ -30,15 +30,50 @@ void panels(const Table<T>& table, const Images& of, bool into, const T* x, T* y
 }
 
 template <class T>
+void contiguous_panels(const Table<T>& table, const Images& of, bool into, const T* x, T* y, int threads) {
+    const int64_t image = of.height * of.width, sample = of.channels * image;
+    threads = worth(of.batch() * sample / 4, threads);
+    if (of.height == 1) {  // a panel is the transpose of its samples
+        const int64_t block = 64, blocks = (sample + block - 1) / block;
+        return parallel_for(of.panels * blocks, threads, [&](int64_t k) {
+            const int64_t n = k / blocks, column = k % blocks * block, columns = std::min(block, sample - column);
+            const int64_t here = n * of.panel * sample + column, there = (n * sample + column) * of.panel;
+            into ? table.transpose(x + here, sample, y + there, of.panel, of.panel, columns)
+                 : table.transpose(x + there, of.panel, y + here, sample, columns, of.panel);
+        });
+    }
+    // Several rows of an image are transposed at once, so that even narrow ones fill the blocks that `transpose` has fast
+    // loops for; then they go to their places.
+    const int64_t some = std::max<int64_t>(1, std::min(of.height, 128 / of.width));
+    parallel_for(of.panels * of.channels, threads, [&](int64_t k) {
+        const int64_t n = k / of.channels, c = k % of.channels;
+        const Scratch<T> turned(some * of.row());
+        for (int64_t h = 0; h < of.height; h += some) {
+            const int64_t rows = std::min(some, of.height - h), columns = rows * of.width;
+            const int64_t here = n * of.panel * sample + c * image + h * of.width;
+            if (into) table.transpose(x + here, sample, turned.get(), of.panel, of.panel, columns);
+            for (int64_t r = 0; r < rows; r++) {
+                const int64_t there = of.at(n, h + r, c);
+                T* const part = turned.get() + r * of.row();
+                into ? std::copy_n(part, of.row(), y + there) : std::copy_n(x + there, of.row(), part);
+            }
+            if (!into) table.transpose(turned.get(), of.panel, y + here, sample, columns, of.panel);
+        }
+    });
+}
+
+template <class T>
 void thin(const Table<T>& table, const Images& of, const Thinning& by, const T* x, T value, T* y, int threads) {
     const Images to = by.of(of);
     for_each_row(to, threads, [&](int64_t n, int64_t h) {
-        T* const row = y + to.at(n, h, 0);
-        std::fill(row, row + by.before * to.row(), value);
-        for (int64_t c = 0; c < of.channels; c++)
-            table.copy(x + of.at(n, h * by.down, c), by.across * of.panel, row + (by.before + c) * to.row(), of.panel,
-                       to.width, of.panel);
-        std::fill(row + (by.before + of.channels) * to.row(), row + to.channels * to.row(), value);
+        for (int64_t c = 0; c < to.channels; c++) {
+            T* const row = y + to.at(n, h, c);
+            if (c < by.before || c >= by.before + of.channels)
+                std::fill(row, row + to.row(), value);
+            else
+                table.copy(x + of.at(n, h * by.down, c - by.before), by.across * of.panel, row, of.panel, to.width,
+                           of.panel);
+        }
     });
 }
 
@@ -46,11 +81,43 @@ template <class T>
 void thin_gradient(const Table<T>& table, const Images& of, const Thinning& by, const T* dy, T* dx, int threads) {
     const Images to = by.of(of);
     for_each_row(of, threads, [&](int64_t n, int64_t h) {
-        T* const row = dx + of.at(n, h, 0);
-        if (h % by.down || by.across > 1) std::fill(row, row + of.channels * of.row(), T(0));
-        for (int64_t c = 0; h % by.down == 0 && c < of.channels; c++)
-            table.copy(dy + to.at(n, h / by.down, by.before + c), of.panel, row + c * of.row(), by.across * of.panel,
-                       to.width, of.panel);
+        for (int64_t c = 0; c < of.channels; c++) {
+            T* const row = dx + of.at(n, h, c);
+            if (h % by.down || by.across > 1) std::fill(row, row + of.row(), T(0));
+            if (h % by.down == 0)
+                table.copy(dy + to.at(n, h / by.down, by.before + c), of.panel, row, by.across * of.panel, to.width,
+                           of.panel);
+        }
+    });
+}
+
+template <class T>
+void pad(const Images& of, const Padding& by, const T* x, T value, T* y, int threads) {
+    const Images to = by.of(of);
+    for_each_row(to, threads, [&](int64_t n, int64_t h) {
+        for (int64_t c = 0; c < to.channels; c++) {
+            T* const row = y + to.at(n, h, c);
+            T* const end = row + to.row();
+            const int64_t from_h = h - by.top, from_c = c - by.channels_before;
+            if (from_h < 0 || from_h >= of.height || from_c < 0 || from_c >= of.channels) {
+                std::fill(row, end, value);
+                continue;
+            }
+            T* const inner = row + by.left * of.panel;
+            std::fill(row, inner, value);
+            std::copy_n(x + of.at(n, from_h, from_c), of.row(), inner);
+            std::fill(inner + of.row(), end, value);
+        }
+    });
+}
+
+template <class T>
+void pad_gradient(const Images& of, const Padding& by, const T* dy, T* dx, int threads) {
+    const Images to = by.of(of);
+    for_each_row(of, threads, [&](int64_t n, int64_t h) {
+        for (int64_t c = 0; c < of.channels; c++)
+            std::copy_n(dy + to.at(n, by.top + h, by.channels_before + c) + by.left * of.panel, of.row(),
+                        dx + of.at(n, h, c));
     });
 }
 
@@ -90,6 +157,9 @@ void mean_gradient(const Images& of, const T* dy, T* dx, int threads) {
 
 #define REWIRE_INSTANTIATE(T)                                                                               \
     template void panels<T>(const Table<T>&, const Images&, bool, const T*, T*, int);                       \
+    template void contiguous_panels<T>(const Table<T>&, const Images&, bool, const T*, T*, int);            \
+    template void pad<T>(const Images&, const Padding&, const T*, T, T*, int);                              \
+    template void pad_gradient<T>(const Images&, const Padding&, const T*, T*, int);                        \
     template void thin<T>(const Table<T>&, const Images&, const Thinning&, const T*, T, T*, int);           \
     template void thin_gradient<T>(const Table<T>&, const Images&, const Thinning&, const T*, T*, int);     \
     template void mean<T>(const Images&, const T*, T*, int);                                                \

@@ -152,7 +152,7 @@ struct Table {
     // one row of the input: what passes the rectifier of the batch norm, and each channel's sums as above
     void (*max_pool_gradient)(const Pool&, const NormGrad<T>* of_channel, int64_t row, const T* x, const T* dy,
                               const uint8_t* which, T* dx, double* sums);
-    // one channel, batch-last
+    // one channel of a panel
     void (*mean_pool)(const Pool&, const T* x, T* y);
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
     // elements [first, first + len) of a tensor

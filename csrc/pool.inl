@@ -211,13 +211,14 @@ template <class T>
 void mean_pool(const Pool& p, const T* x, T* y) {
     Windows windows;
     for (int64_t oh = 0; oh < p.out_height; oh++)
-        for (int64_t ow = 0; ow < p.out_width; ow++, y += p.batch) {
+        for (int64_t ow = 0; ow < p.out_width; ow++) {
             windows.of_outputs(p, oh, ow, 1);
+            T* const out = y + oh * p.out.row + ow * p.batch;
             const Vec<T> scale = broadcast<T>(share<T>(p, oh, ow));
             for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                 Vec<T> sum = {};
                 for (int k = 0; k < windows.first[1]; k++) sum += get(x + windows.at[k] + i, n);
-                put(y + i, sum * scale, n);
+                put(out + i, sum * scale, n);
             });
         }
 }
@@ -226,15 +227,16 @@ template <class T>
 void mean_pool_gradient(const Pool& p, const T* dy, T* dx) {
     Windows windows;
     for (int64_t h = 0; h < p.height; h++)
-        for (int64_t w = 0; w < p.width; w++, dx += p.batch) {
+        for (int64_t w = 0; w < p.width; w++) {
             windows.of_inputs(p, h, w, 1);
+            T* const in = dx + h * p.in.row + w * p.batch;
             for_each_vector<T>(p.batch, [&](int64_t i, int n) REWIRE_BODY {
                 Vec<T> sum = {};
                 for (int k = 0; k < windows.first[1]; k++) {
-                    const int64_t at = windows.at[k], o = at / p.batch;
-                    sum += get(dy + at + i, n) * share<T>(p, o / p.out_width, o % p.out_width);
+                    const int64_t at = windows.at[k];
+                    sum += get(dy + at + i, n) * share<T>(p, at / p.out.row, at % p.out.row / p.batch);
                 }
-                put(dx + i, sum, n);
+                put(in + i, sum, n);
             });
         }
 }
