@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import rewire
 from plans import Program, lay
 from products import Case, dense_gradients, make
 from rewire import ops
@@ -315,6 +318,22 @@ def test_steps_are_read_only_and_take_keywords_alone() -> None:
         n().Relu(length=2**63, x=0, y=1)
     with pytest.raises(TypeError):
         n().Relu(length=3, x=2**31, y=1)
+
+
+def test_the_stubs_are_those_of_the_extension() -> None:
+    stub = Path(rewire.__file__).with_name("_native.pyi").read_text(encoding="utf-8")
+    classes = {c.name: c for c in ast.parse(stub).body if isinstance(c, ast.ClassDef)}
+    bound = {
+        name: kind.fields
+        for name, kind in vars(n()).items()
+        if isinstance(kind, type) and hasattr(kind, "fields")
+    }
+    assert len(bound) > 35
+    for name, fields in bound.items():
+        methods = {f.name: f for f in classes[name].body if isinstance(f, ast.FunctionDef)}
+        given = methods["__init__"].args
+        assert tuple(a.arg for a in [*given.args[1:], *given.kwonlyargs]) == fields, name
+        assert set(methods) == {"__init__", *fields}, name
 
 
 def test_a_step_lists_what_it_needs() -> None:

@@ -1,13 +1,11 @@
-from typing import Any
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any, ClassVar
 
-f32: Any
-f64: Any
-Geometry: Any
-Images: Any
+f32: _Kernels
+f64: _Kernels
 Loops: Any
-Pool: Any
 Stream: Any
-Thinning: Any
 
 def supported() -> list[str]: ...
 def current() -> str: ...
@@ -68,3 +66,1047 @@ def mark(indptr: int, indices: int, chosen: int, n_in: int, n_out: int, bits: in
 def sketch(
     indptr: int, indices: int, chosen: int, n_in: int, n_out: int, registers: int
 ) -> None: ...
+
+# Plans: see csrc/engine.h and csrc/steps.h, which say what each step does.
+
+class Geometry:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def batch(self) -> int: ...
+    @property
+    def in_channels(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def out_channels(self) -> int: ...
+    @property
+    def out_height(self) -> int: ...
+    @property
+    def out_width(self) -> int: ...
+    @property
+    def kh(self) -> int: ...
+    @property
+    def kw(self) -> int: ...
+    @property
+    def sh(self) -> int: ...
+    @property
+    def sw(self) -> int: ...
+    @property
+    def ph(self) -> int: ...
+    @property
+    def pw(self) -> int: ...
+    @property
+    def dh(self) -> int: ...
+    @property
+    def dw(self) -> int: ...
+    @property
+    def panel(self) -> int: ...
+    @property
+    def in_panels(self) -> bool: ...
+    @property
+    def out_panels(self) -> bool: ...
+    def __init__(
+        self,
+        batch: int,
+        in_channels: int,
+        height: int,
+        width: int,
+        out_channels: int,
+        out_height: int,
+        out_width: int,
+        kh: int,
+        kw: int,
+        sh: int,
+        sw: int,
+        ph: int,
+        pw: int,
+        dh: int,
+        dw: int,
+        panel: int = ...,
+        in_panels: bool = ...,
+        out_panels: bool = ...,
+    ) -> None: ...
+
+class Images:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def panels(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def panel(self) -> int: ...
+    @property
+    def in_panels(self) -> bool: ...
+    def __init__(
+        self,
+        panels: int,
+        channels: int,
+        height: int,
+        width: int,
+        panel: int,
+        in_panels: bool = ...,
+    ) -> None: ...
+
+class Thinning:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def down(self) -> int: ...
+    @property
+    def across(self) -> int: ...
+    @property
+    def before(self) -> int: ...
+    @property
+    def after(self) -> int: ...
+    def __init__(
+        self,
+        down: int,
+        across: int,
+        before: int,
+        after: int,
+    ) -> None: ...
+
+class Padding:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def channels_before(self) -> int: ...
+    @property
+    def channels_after(self) -> int: ...
+    @property
+    def top(self) -> int: ...
+    @property
+    def bottom(self) -> int: ...
+    @property
+    def left(self) -> int: ...
+    @property
+    def right(self) -> int: ...
+    def __init__(
+        self,
+        channels_before: int = ...,
+        channels_after: int = ...,
+        top: int = ...,
+        bottom: int = ...,
+        left: int = ...,
+        right: int = ...,
+    ) -> None: ...
+
+class Pool:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def panels(self) -> int: ...
+    @property
+    def batch(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def out_height(self) -> int: ...
+    @property
+    def out_width(self) -> int: ...
+    @property
+    def kh(self) -> int: ...
+    @property
+    def kw(self) -> int: ...
+    @property
+    def sh(self) -> int: ...
+    @property
+    def sw(self) -> int: ...
+    @property
+    def ph(self) -> int: ...
+    @property
+    def pw(self) -> int: ...
+    @property
+    def count_padding(self) -> bool: ...
+    @property
+    def in_panels(self) -> bool: ...
+    def __init__(
+        self,
+        panels: int,
+        batch: int,
+        channels: int,
+        height: int,
+        width: int,
+        out_height: int,
+        out_width: int,
+        kh: int,
+        kw: int,
+        sh: int,
+        sw: int,
+        ph: int,
+        pw: int,
+        count_padding: bool = ...,
+        in_panels: bool = ...,
+    ) -> None: ...
+
+class Operand:
+    @property
+    def external(self) -> bool: ...
+    @property
+    def offset(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+
+def External() -> Operand: ...
+def Arena(offset: int, bytes: int) -> Operand: ...
+
+class TopologyOperands:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def indptr(self) -> int: ...
+    @property
+    def indices(self) -> int: ...
+    @property
+    def slots(self) -> int: ...
+    @property
+    def outputs(self) -> int: ...
+    @property
+    def order(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        indptr: int = ...,
+        indices: int = ...,
+        slots: int = ...,
+        outputs: int = ...,
+        order: int = ...,
+    ) -> None: ...
+
+class NormOperands:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def weight(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def variance(self) -> int: ...
+    @property
+    def training(self) -> bool: ...
+    @property
+    def relu(self) -> bool: ...
+    @property
+    def eps(self) -> float: ...
+    def __init__(
+        self,
+        *,
+        weight: int = ...,
+        bias: int = ...,
+        mean: int,
+        variance: int,
+        training: bool,
+        relu: bool = ...,
+        eps: float,
+    ) -> None: ...
+
+class NormGradientOperands:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def weight(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def factors(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        weight: int = ...,
+        bias: int = ...,
+        factors: int = ...,
+    ) -> None: ...
+
+class DeferredGradient:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def y(self) -> int: ...
+    @property
+    def factors(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        y: int,
+        factors: int,
+    ) -> None: ...
+
+class InputNorm:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def norm(self) -> NormOperands: ...
+    @property
+    def input(self) -> int: ...
+    @property
+    def more(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        norm: NormOperands,
+        input: int = ...,
+        more: int = ...,
+    ) -> None: ...
+
+class Kind(Enum):
+    values = 0
+    indices = 1
+    bytes = 2
+
+class Layout(Enum):
+    contiguous = 0
+    batch_last = 1
+    panels = 2
+
+class Need:
+    @property
+    def role(self) -> str: ...
+    @property
+    def operand(self) -> int: ...
+    @property
+    def kind(self) -> Kind: ...
+    @property
+    def reads(self) -> bool: ...
+    @property
+    def writes(self) -> bool: ...
+    @property
+    def elements(self) -> int: ...
+
+class Step:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def name(self) -> str: ...
+    @property
+    def elementwise(self) -> bool: ...
+    def needs(self) -> list[Need]: ...
+
+class ConvForward(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    @property
+    def norm(self) -> NormOperands | None: ...
+    @property
+    def relu(self) -> bool: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def variance(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        bias: int = ...,
+        x: int,
+        y: int,
+        norm: NormOperands | None = ...,
+        relu: bool = ...,
+        mean: int = ...,
+        variance: int = ...,
+    ) -> None: ...
+
+class ConvBackward(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def before(self) -> InputNorm | None: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def deferred(self) -> DeferredGradient | None: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dvalues(self) -> int: ...
+    @property
+    def dbias(self) -> int: ...
+    @property
+    def dnorm(self) -> NormGradientOperands | None: ...
+    @property
+    def relu_sums(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        x: int,
+        dy: int,
+        before: InputNorm | None = ...,
+        gate: int = ...,
+        deferred: DeferredGradient | None = ...,
+        dx: int,
+        dvalues: int,
+        dbias: int = ...,
+        dnorm: NormGradientOperands | None = ...,
+        relu_sums: int = ...,
+    ) -> None: ...
+
+class WeightGradient(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def deferred(self) -> DeferredGradient | None: ...
+    @property
+    def dvalues(self) -> int: ...
+    @property
+    def dbias(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        x: int,
+        dy: int,
+        gate: int = ...,
+        deferred: DeferredGradient | None = ...,
+        dvalues: int,
+        dbias: int = ...,
+    ) -> None: ...
+
+class InputGradient(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class LinearRows(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    @property
+    def relu(self) -> bool: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        bias: int = ...,
+        x: int,
+        y: int,
+        relu: bool = ...,
+    ) -> None: ...
+
+class LinearRowsBackward(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def gate(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dvalues(self) -> int: ...
+    @property
+    def dbias(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        x: int,
+        dy: int,
+        gate: int = ...,
+        dx: int = ...,
+        dvalues: int,
+        dbias: int = ...,
+    ) -> None: ...
+
+class LinearRowsInputGradient(Step):
+    @property
+    def geometry(self) -> Geometry: ...
+    @property
+    def topology(self) -> TopologyOperands: ...
+    @property
+    def values(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        topology: TopologyOperands,
+        values: int,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class Moments(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def variance(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        length: int,
+        panel_rows: int = ...,
+        x: int,
+        mean: int,
+        variance: int,
+    ) -> None: ...
+
+class Track(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def momentum(self) -> int: ...
+    @property
+    def unbiased(self) -> float: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def variance(self) -> int: ...
+    @property
+    def running_mean(self) -> int: ...
+    @property
+    def running_variance(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        momentum: int,
+        unbiased: float,
+        mean: int,
+        variance: int,
+        running_mean: int,
+        running_variance: int,
+    ) -> None: ...
+
+class NormForward(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def norm(self) -> NormOperands: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def residual(self) -> int: ...
+    @property
+    def z(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        length: int,
+        panel_rows: int = ...,
+        norm: NormOperands,
+        x: int,
+        residual: int = ...,
+        z: int,
+    ) -> None: ...
+
+class NormBackward(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def norm(self) -> NormOperands: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def z(self) -> int: ...
+    @property
+    def dz(self) -> int: ...
+    @property
+    def more(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dresidual(self) -> int: ...
+    @property
+    def dweight(self) -> int: ...
+    @property
+    def dbias(self) -> int: ...
+    @property
+    def factors(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        length: int,
+        panel_rows: int = ...,
+        norm: NormOperands,
+        x: int,
+        z: int = ...,
+        dz: int,
+        more: int = ...,
+        dx: int = ...,
+        dresidual: int = ...,
+        dweight: int = ...,
+        dbias: int = ...,
+        factors: int = ...,
+    ) -> None: ...
+
+class ResolveDeferred(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def g(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def factors(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        length: int,
+        panel_rows: int = ...,
+        g: int,
+        x: int,
+        factors: int,
+        dx: int,
+    ) -> None: ...
+
+class RowSums(Step):
+    @property
+    def channels(self) -> int: ...
+    @property
+    def length(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def sums(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        channels: int,
+        length: int,
+        panel_rows: int = ...,
+        x: int,
+        sums: int,
+    ) -> None: ...
+
+class MaxPool(Step):
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def norm(self) -> NormOperands | None: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    @property
+    def which(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        norm: NormOperands | None = ...,
+        x: int,
+        y: int,
+        which: int = ...,
+    ) -> None: ...
+
+class MaxPoolBackward(Step):
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def norm(self) -> NormOperands | None: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def which(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dnorm(self) -> NormGradientOperands | None: ...
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        norm: NormOperands | None = ...,
+        x: int = ...,
+        dy: int,
+        which: int,
+        dx: int,
+        dnorm: NormGradientOperands | None = ...,
+    ) -> None: ...
+
+class AvgPool(Step):
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class AvgPoolBackward(Step):
+    @property
+    def pool(self) -> Pool: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        pool: Pool,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class GlobalMean(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class GlobalMeanBackward(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class Slice(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def slicing(self) -> Thinning: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        slicing: Thinning,
+        value: float = ...,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class SliceBackward(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def slicing(self) -> Thinning: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        slicing: Thinning,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class Pad(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def padding(self) -> Padding: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        padding: Padding,
+        value: float = ...,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class PadBackward(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def padding(self) -> Padding: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        padding: Padding,
+        dy: int,
+        dx: int,
+    ) -> None: ...
+
+class Relayout(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def source(self) -> Layout: ...
+    @property
+    def target(self) -> Layout: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        source: Layout,
+        target: Layout,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class Relu(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class ReluBackward(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def dz(self) -> int: ...
+    @property
+    def z(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        dz: int,
+        z: int,
+        dy: int,
+    ) -> None: ...
+
+class Add(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def a(self) -> int: ...
+    @property
+    def b(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    @property
+    def relu(self) -> bool: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        a: int,
+        b: int,
+        y: int,
+        relu: bool = ...,
+    ) -> None: ...
+
+class Copy(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class Fill(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def value(self) -> float: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        value: float,
+        y: int,
+    ) -> None: ...
+
+class Dropout(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def probability(self) -> float: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        probability: float,
+        seed: int,
+        x: int,
+        y: int,
+    ) -> None: ...
+
+class Plan:
+    @property
+    def steps(self) -> list[Step]: ...
+    @property
+    def operands(self) -> list[Operand]: ...
+    @property
+    def arena_bytes(self) -> int: ...
+    @property
+    def externals(self) -> int: ...
+    def __init__(
+        self, steps: Sequence[Step], operands: Sequence[Operand], arena_bytes: int = ...
+    ) -> None: ...
+    def run(
+        self,
+        first: int,
+        last: int,
+        addresses: Sequence[int],
+        elements: Sequence[int],
+        arena: int = ...,
+        arena_bytes: int = ...,
+        scalars: Sequence[float] = ...,
+        seeds: Sequence[int] = ...,
+        threads: int = ...,
+    ) -> None: ...
+
+class _Kernels:
+    """The kernels of one element type; each type has a ``Plan`` of its own."""
+
+    Plan: type[Plan]
+    def __getattr__(self, name: str) -> Any: ...
