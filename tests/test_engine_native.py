@@ -785,7 +785,7 @@ def test_padding(program: Program, panel: int, amounts: tuple[int, ...]) -> None
 LAYOUTS = ["contiguous", "batch_last", "panels"]
 
 
-@pytest.mark.parametrize(("source", "target"), itertools.permutations(LAYOUTS, 2))
+@pytest.mark.parametrize(("source", "target"), list(itertools.permutations(LAYOUTS, 2)))
 @pytest.mark.parametrize(
     "shape", [(32, 5, 7, 6), (32, 3, 1, 1), (16, 70, 1, 1), (48, 2, 3, 150), (32, 4, 32, 32)]
 )
