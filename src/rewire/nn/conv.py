@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
+from rewire.engine import layers
+from rewire.engine.lazy import ordinary
 from rewire.nn import promises
 from rewire.nn.linear import _from_csr
 from rewire.nn.promises import inner, settled
@@ -156,6 +158,9 @@ class SparseConv2d(SparseLayer, ConvShape):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
+        if (lazy := layers.conv2d(self, x)) is not NotImplemented:
+            return lazy  # type: ignore[no-any-return]
+        x = ordinary(x)
         with torch._C.DisableTorchFunction():
             self._check_image(x)
             running = promises.running()

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from rewire import ops
 from rewire.connections import Connections
+from rewire.engine import layers
+from rewire.engine.lazy import ordinary
 from rewire.nn import promises
 from rewire.nn.sparse import SparseLayer, keep_mask
 from rewire.ops.norms import Norm
@@ -52,7 +54,9 @@ class SparseLinear(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
-        x = promises.settled(x)
+        if (lazy := layers.linear(self, x)) is not NotImplemented:
+            return lazy  # type: ignore[no-any-return]
+        x = promises.settled(ordinary(x))
         with torch._C.DisableTorchFunction():
             if x.shape[-1:] != (self.in_features,):
                 raise ValueError(

@@ -1,0 +1,117 @@
+"""Running a graph as one function of autograd, by its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.engine import private
+from rewire.engine.graph import Graph
+from rewire.engine.lazy import data_of
+from rewire.engine.ops import Data, Run, interpret
+from rewire.engine.planned import Planned
+from rewire.ops import native
+
+
+def derivatives(
+    graph: Graph,
+    tensors: Sequence[Tensor | None],
+    data: Data,
+    grads: Sequence[Tensor | None],
+    wanted: Sequence[bool],
+) -> list[Tensor | None]:
+    """The gradients of the inputs that are wanted; differentiable themselves if gradient mode is on."""
+    again = torch.is_grad_enabled()
+    with torch.enable_grad():
+        values = interpret(graph.nodes, tensors, data._replace(effects=False))
+    given = [
+        (values[i], grad)
+        for i, grad in zip(graph.outputs, grads, strict=True)
+        if grad is not None and values[i].requires_grad
+    ]
+    inputs = [t for t, want in zip(tensors, wanted, strict=True) if want and t is not None]
+    if not given or not inputs:
+        return [None] * len(tensors)
+    found = iter(
+        torch.autograd.grad(
+            [value for value, _ in given],
+            inputs,
+            [grad for _, grad in given],
+            create_graph=again,
+            allow_unused=True,
+        )
+    )
+    return [
+        next(found) if want and t is not None else None
+        for t, want in zip(tensors, wanted, strict=True)
+    ]
+
+
+_plans: dict[Any, Planned] = {}
+_MOST = 256  # graphs whose plans are kept
+
+
+class _Region(torch.autograd.Function):
+    """A graph to autograd: a function of all its inputs, parameters included."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, planned: Planned, data: Data, written: list[bool], *tensors: Tensor
+    ) -> Any:
+        run = Run([data_of(t) for t in tensors], data)
+        outputs = planned.forward(run)
+        ctx.planned, ctx.data, ctx.lock = planned, data, run.lock
+        # Autograd keeps inputs and arena: it notices changes in place, and lets them go when it is done.
+        kept = (None if w else t for t, w in zip(tensors, written, strict=True))
+        ctx.save_for_backward(run.arena, *kept)
+        ctx.set_materialize_grads(False)
+        nodes, _, leaving = planned.graph
+        ctx.mark_non_differentiable(
+            *(y for y, i in zip(outputs, leaving, strict=True) if not nodes[i].requires_grad)
+        )
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        arena, *saved = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[3:]
+        if torch.is_grad_enabled():
+            with private.without_functions():
+                # Each input gets a place of its own: one of them may be a function of another.
+                tensors = [None if t is None else t.view_as(t) for t in saved]
+            return (
+                None,
+                None,
+                None,
+                *derivatives(ctx.planned.graph, tensors, ctx.data, grads, wanted),
+            )
+        run = Run([None if t is None else data_of(t) for t in saved], ctx.data)
+        run.arena, run.lock = arena, ctx.lock
+        return None, None, None, *ctx.planned.backward(run, grads, wanted)
+
+
+def run(
+    key: Any, tensors: list[Tensor], written: list[bool], data: Data, grad: bool
+) -> Sequence[Tensor]:
+    """The outputs of a graph, given as a plain tuple of its nodes, inputs and outputs.
+
+    Args:
+        key: what :meth:`rewire.engine.graph.Graph.of` takes.
+        tensors: its inputs.
+        written: which of them are running statistics that are updated.
+        data: what else its nodes refer to.
+        grad: whether autograd records.
+    """
+    kind = native.instruction_set()
+    planned = _plans.get((kind, key))
+    if planned is None:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        planned = _plans[kind, key] = Planned(Graph.of(*key))
+    if grad and any(node[4] for node in key[0]):
+        outputs: Sequence[Tensor] = private.apply(_Region, planned, data, written, *tensors)
+        return outputs
+    return planned.forward(Run([data_of(t) for t in tensors], data))

@@ -1,0 +1,142 @@
+"""The intermediate representation: what a region computes, with no tensors and no modules in it.
+
+A graph is hashable, so it is the key under which plans are kept. While a region records, nodes are plain
+tuples with the fields of :class:`Node`, which compare and hash alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+Ref = int | None
+"""What a node reads: ``i >= 0`` is the output of node i, ``~k`` the region's k-th input, None an optional
+operand that is absent."""
+
+
+class InputMeta(NamedTuple):
+    """An ordinary tensor that the region reads."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+class Node(NamedTuple):
+    """One operation. Every operation has one output."""
+
+    op: str  # key into the table of operations
+    attrs: Hashable  # its static arguments, one of the tuples below
+    inputs: tuple[Ref, ...]
+    shape: tuple[int, ...]  # of the output
+    requires_grad: bool
+
+
+class Graph(NamedTuple):
+    """Nodes in the order of the program, what they read, and which of them are wanted."""
+
+    nodes: tuple[Node, ...]
+    inputs: tuple[InputMeta, ...]
+    outputs: tuple[int, ...]  # ascending
+
+    @classmethod
+    def of(
+        cls, nodes: Sequence[tuple[Any, ...]], inputs: Sequence[InputMeta], outputs: Sequence[int]
+    ) -> Graph:
+        """The graph of nodes that are plain tuples."""
+        return cls(tuple(Node(*node) for node in nodes), tuple(inputs), tuple(outputs))
+
+
+class Nothing(NamedTuple):
+    """Of ``relu`` (x) and ``add`` (x, y)."""
+
+
+class Conv(NamedTuple):
+    """Of ``conv2d`` (x, values, bias)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    dilation: tuple[int, int]
+    topology: int  # index into the run's topologies
+    probe: bool  # whether a rewirer watches: the run has the probe under the same index
+
+
+class Linear(NamedTuple):
+    """Of ``linear`` (x, values, bias), x being (N, C)."""
+
+    topology: int
+    probe: bool
+
+
+class BatchNorm(NamedTuple):
+    """Of ``batch_norm`` (x, weight, bias, running_mean, running_var), x being (N, C, H, W) or (N, C)."""
+
+    training: bool
+    momentum: int | None  # index into the run's scalars; None where nothing is tracked
+    eps: float
+    track: bool  # whether the running statistics are updated
+
+
+class Pool(NamedTuple):
+    """Of ``max_pool2d`` (x)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+
+
+class AvgPool(NamedTuple):
+    """Of ``avg_pool2d`` (x)."""
+
+    kernel: tuple[int, int]
+    stride: tuple[int, int]
+    padding: tuple[int, int]
+    count_include_pad: bool
+
+
+class Mean(NamedTuple):
+    """Of ``mean`` (x): over the last two of four dimensions."""
+
+    keepdim: bool
+
+
+class Slice(NamedTuple):
+    """Of ``slice`` (x): ``x[:, :, ::down, ::across]``."""
+
+    down: int
+    across: int
+
+
+class Pad(NamedTuple):
+    """Of ``pad`` (x): (before, after) for N, C, H and W in a row."""
+
+    amounts: tuple[int, ...]
+    value: float
+
+
+class View(NamedTuple):
+    """Of ``view`` (x): another shape in row-major order."""
+
+    shape: tuple[int, ...]
+
+
+class Dropout(NamedTuple):
+    """Of ``dropout`` (x)."""
+
+    p: float
+    seed: int  # index into the run's scalars
+
+
+NOTHING = Nothing()
+VIEWS = frozenset(("view", "slice"))
+"""Operations whose output shares the memory of their input in PyTorch."""
+
+
+def root(nodes: Sequence[tuple[Any, ...]], index: int) -> int:
+    """The node whose memory a node's output shares; itself unless it is a view."""
+    while nodes[index][0] in VIEWS:
+        index = nodes[index][2][0]
+    return index

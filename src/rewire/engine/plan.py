@@ -1,0 +1,138 @@
+"""What a plan consists of: buffers, steps that read and write them, and where they lie in one arena."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+ALIGNMENT = 64  # bytes: a cache line
+
+
+class Layout(Enum):
+    """How a tensor (N, C, H, W) or (N, C) lies in memory."""
+
+    CONTIGUOUS = "contiguous"  # as torch has it
+    BATCH_LAST = "batch-last"  # [C][H][W][N]
+    PANELS = "panels"  # [N / P][H][C][W][P]
+    FLAT = "flat"  # a vector by channel, or bytes
+
+
+class Role(Enum):
+    """Where a buffer's memory comes from."""
+
+    SAVED = "saved"  # the arena of the forward pass, which the backward pass reads
+    SCRATCH = "scratch"  # the arena of one pass
+    INPUT = "input"  # the k-th tensor that the region reads
+    OUTPUT = "output"  # the j-th value that escapes
+    OUTPUT_GRAD = "output gradient"
+    INPUT_GRAD = "input gradient"
+    INDEX = "connections"  # number 5 * t + part of the t-th layer's index vectors
+    EXPORT = "export"  # what a rewirer looks at
+
+
+@dataclass(eq=False)
+class Buffer:
+    """Memory that steps read and write: ``elements`` of the region's type, or bytes."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    role: Role
+    number: int = 0  # of an input, output or gradient
+    element: int = 0  # bytes of an element
+    offset: int = -1  # in the arena
+    base: Buffer | None = None  # whose memory this is, seen as another shape
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * self.element
+
+    @property
+    def root(self) -> Buffer:
+        return self if self.base is None else self.base
+
+    def seen_as(self, shape: tuple[int, ...]) -> Buffer:
+        """The same memory as another shape."""
+        return Buffer(shape, self.layout, self.role, self.number, self.element, base=self.root)
+
+
+@dataclass(eq=False)
+class Step:
+    """One kernel call.
+
+    Attributes:
+        name: of the native step.
+        node: of the graph, for which it works.
+        fused: what the kernel does besides, for people to read.
+        arguments: sizes, and buffers; the names of those that are written start with ``out_``.
+    """
+
+    name: str
+    node: int
+    fused: tuple[str, ...]
+    arguments: dict[str, Any]
+
+    def buffers(self) -> Iterator[Buffer]:
+        """All buffers, those of nested arguments among them."""
+        return _buffers(self.arguments.values())
+
+
+def _buffers(arguments: Iterable[Any]) -> Iterator[Buffer]:
+    for argument in arguments:
+        if isinstance(argument, Buffer):
+            yield argument.root
+        elif isinstance(argument, dict):
+            yield from _buffers(argument.values())
+
+
+@dataclass(eq=False)
+class Plan:
+    """The steps of one graph.
+
+    Attributes:
+        forward, backward: steps in order.
+        saved: bytes of the arena that the forward pass uses.
+        arena: bytes of all of it: the backward pass has its own part behind.
+        probes: node, input and output gradient that a rewirer sees after so many backward steps.
+    """
+
+    forward: list[Step]
+    backward: list[Step]
+    saved: int
+    arena: int
+    probes: dict[int, list[tuple[int, Buffer, Buffer]]]
+
+
+def place(steps: list[Step], role: Role, keep: set[Buffer], start: int = 0) -> int:
+    """Give every buffer of a role its offset in the arena, from ``start`` on; returns the bytes they take.
+
+    Buffers whose uses do not overlap in time share memory. Those in ``keep`` are used until the end.
+    """
+    first: dict[Buffer, int] = {}
+    last: dict[Buffer, int] = {}
+    for index, step in enumerate(steps):
+        for buffer in step.buffers():
+            if buffer.role is role:
+                first.setdefault(buffer, index)
+                last[buffer] = len(steps) if buffer in keep else index
+    taken: list[tuple[int, int, Buffer]] = []  # offset, end, buffer; placed so far
+    total = 0
+    # The largest first: small ones fill the gaps between them.
+    for buffer in sorted(first, key=lambda b: (-b.bytes, first[b])):
+        size = -(-max(buffer.bytes, 1) // ALIGNMENT) * ALIGNMENT
+        busy = sorted(
+            (offset, end)
+            for offset, end, other in taken
+            if first[other] <= last[buffer] and first[buffer] <= last[other]
+        )
+        at = 0
+        for offset, end in busy:
+            if offset - at >= size:
+                break
+            at = max(at, end)
+        buffer.offset = start + at
+        taken.append((at, at + size, buffer))
+        total = max(total, at + size)
+    return total

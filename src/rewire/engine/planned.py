@@ -1,0 +1,188 @@
+"""Running plans: the engine's one door to the native executor.
+
+A plan is handed over once, as typed steps over numbered operands. A run passes a table of addresses and
+sizes, and one arena.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.engine.graph import Graph
+from rewire.engine.lowering import lower
+from rewire.engine.ops import Run, convolution
+from rewire.engine.plan import Buffer, Layout, Role, Step
+from rewire.engine.rules import PRODUCTS
+from rewire.ops import layout, native
+from rewire.ops.products import LINEAR
+from rewire.ops.topology import Topology
+
+_ABSENT = -1
+_SIZES = {"geometry": "Geometry", "pool": "Pool", "images": "Images", "slicing": "Thinning"}
+_SIZES |= {"padding": "Padding"}
+_OPERANDS = {"topology": "TopologyOperands", "norm": "NormOperands", "before": "InputNorm"}
+_OPERANDS |= {"deferred": "DeferredGradient", "dnorm": "NormGradientOperands"}
+
+
+class _Pass:
+    """The forward or the backward steps of a plan on the native side."""
+
+    def __init__(self, steps: list[Step], kernels: Any, arena: int) -> None:
+        self.ids: dict[Any, int] = {}
+        self.operands: list[Any] = []
+        self.external: list[tuple[Role, int]] = []
+        self.count = len(steps)
+        made = [self._step(step) for step in steps]
+        self.plan = kernels.Plan(made, self.operands, arena)
+
+    def _step(self, step: Step) -> Any:
+        arguments = {
+            name.removeprefix("out_"): self._argument(name.removeprefix("out_"), value)
+            for name, value in step.arguments.items()
+            if value is not None
+        }
+        return getattr(native.module(), step.name)(**arguments)
+
+    def _argument(self, name: str, value: Any) -> Any:
+        module = native.module()
+        if isinstance(value, Buffer):
+            return self._operand(value.root)
+        if isinstance(value, Layout):
+            return getattr(module.Layout, value.name.lower())
+        if name in _SIZES:
+            return getattr(module, _SIZES[name])(*value)
+        if name in _OPERANDS:
+            inner = {k: self._argument(k, v) for k, v in value.items() if v is not None}
+            return getattr(module, _OPERANDS[name])(**inner)
+        return value
+
+    def _operand(self, buffer: Buffer) -> int:
+        arena = buffer.role in (Role.SAVED, Role.SCRATCH)
+        key: Any = buffer if arena else (buffer.role, buffer.number)
+        if key not in self.ids:
+            self.ids[key] = len(self.operands)
+            if arena:
+                self.operands.append(native.module().Arena(buffer.offset, buffer.bytes))
+            else:
+                self.operands.append(native.module().External())
+                self.external.append(key)
+        return self.ids[key]
+
+    def bind(self, *tables: tuple[Role, int]) -> None:
+        """Say in which order, and how many of each, :meth:`run` is given tensors."""
+        starts, count = {}, 0
+        for role, size in tables:
+            starts[role] = count
+            count += size
+        self.places = [starts[role] + number for role, number in self.external]
+
+    def run(
+        self, given: list[Tensor | None], run: Run, first: int = 0, last: int | None = None
+    ) -> None:
+        """Run some steps on tensors in the order of :meth:`bind`."""
+        tensors = [given[place] for place in self.places]
+        arena, scalars = run.arena, run.data.scalars
+        assert arena is not None
+        self.plan.run(
+            first,
+            self.count if last is None else last,
+            [0 if t is None else t.data_ptr() for t in tensors],
+            [0 if t is None else t.numel() for t in tensors],
+            arena.data_ptr(),
+            arena.numel() * arena.element_size(),
+            [float(scalar) for scalar in scalars],
+            [scalar if isinstance(scalar, int) else 0 for scalar in scalars],
+            native.threads(),
+        )
+
+
+class Planned:
+    """Runs a graph by its plan.
+
+    Attributes:
+        graph: what is computed.
+        plan: by which steps.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self._like = graph, torch.empty(0, dtype=graph.inputs[0].dtype)
+        self._kernels: Any = native.kernels(self._like)
+        self.plan = lower(graph, layout.panel_width(self._kernels))
+        self._forward = _Pass(self.plan.forward, self._kernels, self.plan.arena)
+        self._backward = _Pass(self.plan.backward, self._kernels, self.plan.arena)
+        self._exports = 2 * sum(map(len, self.plan.probes.values()))
+        inputs, outputs = len(graph.inputs), len(graph.outputs)
+        numbers = [node.attrs.topology for node in graph.nodes if node.op in PRODUCTS]  # type: ignore[attr-defined]
+        self._layers = 1 + max(numbers, default=-1)
+        given = (Role.INPUT, inputs), (Role.INDEX, self._layers * len(Topology._fields))
+        self._forward.bind(*given, (Role.OUTPUT, outputs))
+        gradients = (Role.OUTPUT_GRAD, outputs), (Role.INPUT_GRAD, inputs)
+        self._backward.bind(*given, *gradients, (Role.EXPORT, self._exports))
+
+    def forward(self, run: Run) -> list[Tensor]:
+        """The values that escape; the run keeps the arena, which the backward pass reads."""
+        outputs = [self._empty(self.graph.nodes[ref].shape) for ref in self.graph.outputs]
+        run.arena = self._empty((-(-self.plan.arena // self._like.element_size()),))
+        self._forward.run([*self._given(run), *outputs], run)
+        return outputs
+
+    def backward(
+        self, run: Run, grads: Sequence[Tensor | None], wanted: Sequence[bool]
+    ) -> list[Tensor | None]:
+        """The gradients of the inputs that are wanted; an output without one contributes nothing."""
+        shapes = [self.graph.nodes[ref].shape for ref in self.graph.outputs]
+        given = [
+            self._like.new_zeros(shape) if grad is None else grad.contiguous()
+            for grad, shape in zip(grads, shapes, strict=True)
+        ]
+        found: list[Tensor | None] = [None] * len(self.graph.inputs)
+        for role, number in self._backward.external:
+            if role is Role.INPUT_GRAD:
+                found[number] = self._empty(self.graph.inputs[number].shape)
+        tensors = [*self._given(run), *given, *found]
+        with run.lock:  # the arena has room for one backward pass
+            first = 0
+            for last in sorted({*self.plan.probes, self._backward.count}):
+                shown = self.plan.probes.get(last, [])
+                exports: list[Any] = [None] * self._exports
+                for _, *buffers in shown:
+                    for buffer in buffers:
+                        exports[buffer.number] = layout.empty(buffer.shape, self._like)
+                self._backward.run([*tensors, *exports], run, first, last)
+                for node, *buffers in shown:
+                    self._show(run, node, *(exports[b.number] for b in buffers))
+                first = last
+        reached = self._reached(grads) if any(grad is None for grad in grads) else None
+        return [
+            grad if want and (reached is None or ~k in reached) else None
+            for k, (grad, want) in enumerate(zip(found, wanted, strict=True))
+        ]
+
+    def _reached(self, grads: Sequence[Tensor | None]) -> set[int]:
+        """Inputs and nodes on which an output with a gradient depends: others get none, not zero."""
+        reached = {i for i, grad in zip(self.graph.outputs, grads, strict=True) if grad is not None}
+        for index in range(len(self.graph.nodes) - 1, -1, -1):
+            node = self.graph.nodes[index]
+            if index in reached and node.requires_grad:
+                reached.update(ref for ref in node.inputs if ref is not None)
+        return reached
+
+    def _show(self, run: Run, node: int, x: Tensor, dy: Tensor) -> None:
+        """Let a rewirer see the input and the output gradient of a layer."""
+        op, attrs, *_ = self.graph.nodes[node]
+        probe = run.data.probes[attrs.topology]  # type: ignore[attr-defined]
+        assert probe is not None
+        probe(LINEAR if op == "linear" else convolution(*attrs[:4]), x, dy)  # type: ignore[index]
+
+    def _given(self, run: Run) -> list[Tensor | None]:
+        """What the region reads, and the index vectors of its layers."""
+        inputs = [None if t is None else t.contiguous() for t in run.tensors]
+        layers = run.data.topologies[: self._layers]
+        return [*inputs, *(vector for topology in layers for vector in topology)]
+
+    def _empty(self, shape: tuple[int, ...]) -> Tensor:
+        return native.empty(self._kernels, shape, layout.contiguous_strides(shape), self._like)

@@ -1,0 +1,267 @@
+"""A region: what was recorded between two moments at which somebody wants numbers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rewire.engine import private
+from rewire.engine.graph import VIEWS, InputMeta, root
+from rewire.engine.lazy import LazyTensor, Shadow, ShadowBackward, data_of, make
+from rewire.engine.ops import EAGER, Data, interpret, reads
+from rewire.engine.parts import Run
+from rewire.ops import native
+from rewire.ops.eager import Probe
+from rewire.ops.topology import Topology
+
+_shadow: Callable[..., LazyTensor] = super(torch.autograd.Function, Shadow).apply
+_CHANGED = (
+    "a tensor that a layer reads (its input, a parameter or running statistics) was changed in place "
+    "before the layer's output was needed, and layers are computed late: change a copy instead, or turn "
+    "this off with rewire.engine.use_engine(model, False)"
+)
+
+
+_CHANGED_LATER = (
+    "one of the variables needed for gradient computation has been modified by an inplace operation: a "
+    "parameter or the input of a layer was changed between its forward and its backward pass"
+)
+
+
+class Region:
+    """Nodes, the ordinary tensors that they read, and weak references to their lazy tensors.
+
+    Attributes:
+        nodes: plain tuples with the fields of :class:`rewire.engine.graph.Node`.
+        tensors, metas, stamps: what the region reads, what it is like, and what would tell that it was
+            changed since.
+        topologies, scalars, probes: what nodes refer to by an index.
+        refs: the lazy tensor of each node, if it is still somebody's.
+    """
+
+    def __init__(self, dtype: torch.dtype, grad: bool, inference: bool) -> None:
+        self.dtype, self.grad, self.inference = dtype, grad, inference
+        self.nodes: list[tuple[Any, ...]] = []
+        self.tensors: list[Tensor] = []
+        self.stamps: list[tuple[int, int]] = []
+        self.metas: list[InputMeta] = []
+        self.topologies: list[Topology] = []
+        self.probes: list[Probe | None] = []
+        self.scalars: list[float | int] = []
+        self.refs: list[weakref.ref[LazyTensor] | None] = []
+        self.written: set[int] = (
+            set()
+        )  # inputs that are running statistics of a training batch norm
+        self.closed = False  # nothing more is recorded
+        self.done = False
+        self.views = False  # whether any node is one
+        self._failed: BaseException | None = None
+        self._inputs: dict[int, int] = {}
+        self._values: list[Tensor] | None = None  # of all nodes, for the shadow graph
+        self._lock = threading.Lock()
+
+    # Recording
+
+    def read(self, tensor: Tensor) -> int | None:
+        """The reference to an operand; None if the region cannot read it."""
+        if type(tensor) is LazyTensor and tensor._region is self:
+            return tensor._index
+        key = id(tensor)
+        known = self._inputs.get(key)
+        if known is not None:
+            return ~known
+        if type(tensor) not in _READABLE:
+            return None
+        data = data_of(tensor)
+        if data.dtype is not self.dtype or native.kernels(data) is None or data.is_neg():
+            return None
+        if data.layout is not torch.strided:
+            return None
+        self._inputs[key] = known = len(self.tensors)
+        self.tensors.append(tensor)
+        self.stamps.append(_stamp(tensor))
+        grad = self.grad and _requires_grad(tensor)
+        self.metas.append(InputMeta(tuple(data.shape), self.dtype, grad))
+        return ~known
+
+    def reads_any(self, *tensors: Tensor | None) -> bool:
+        """Whether one of some tensors is an input of what is to be run."""
+        return not self.closed and any(id(tensor) in self._inputs for tensor in tensors)
+
+    def requires_grad(self, ref: int) -> bool:
+        """Whether an operand did when it was recorded."""
+        return bool(self.nodes[ref][4]) if ref >= 0 else self.metas[~ref].requires_grad
+
+    def append(
+        self, op: str, attrs: Any, operands: tuple[Tensor | None, ...], shape: tuple[int, ...]
+    ) -> Any:
+        """Record a node and return its lazy tensor; NotImplemented, and nothing recorded, if an operand
+        is nothing that the region can read."""
+        for operand in operands:
+            if type(operand) is LazyTensor and operand._region not in (self, None):
+                operand._region.run()
+        with self._lock, private.without_functions():
+            if self.closed:  # by another thread, just now
+                return NotImplemented
+            refs: list[int | None] = []
+            positions: list[int] = []
+            wanted: list[Tensor] = []
+            for position, operand in enumerate(operands):
+                if operand is None:
+                    refs.append(None)
+                    continue
+                ref = self.read(operand)
+                if ref is None or (ref >= 0 and not self.untouched(operand, ref)):
+                    return NotImplemented
+                refs.append(ref)
+                if self.requires_grad(ref):
+                    positions.append(position)
+                    wanted.append(operand)
+            index = len(self.nodes)
+            self.nodes.append((op, attrs, tuple(refs), shape, bool(wanted)))
+            lazy = _shadow(self, index, positions, *wanted) if wanted else make(self, index)
+            lazy._region = self
+            lazy._index = index
+            self.refs.append(weakref.ref(lazy))
+            if op in VIEWS:
+                self.views = True
+            return lazy
+
+    def untouched(self, lazy: Tensor, index: int) -> bool:
+        """Whether a lazy tensor has the place in the graph that it was given: C++ code may have given it
+        another one, as the output of an ``autograd.Function`` or by a change in place."""
+        node: Any = lazy.grad_fn
+        if node is None:
+            return not self.nodes[index][4]
+        return type(node) is ShadowBackward and node.index == index and node.region is self
+
+    def rename(self, lazy: LazyTensor, new: LazyTensor) -> LazyTensor:
+        """Let the object of ``lazy`` be ``new``, which is what a change in place makes of it."""
+        old, index = lazy._index, new._index
+        private.swap(lazy, new)
+        lazy._index, new._index = index, old
+        self.refs[index], self.refs[old] = self.refs[old], None
+        return lazy
+
+    def may_rename(self, lazy: LazyTensor) -> bool:
+        """Whether nobody would notice: C++ code does not hold it, and no view shares its memory."""
+        index = lazy._index
+        if self.nodes[index][0] in VIEWS or private.use_count(lazy) > 1:
+            return False
+        return not self.views or not any(
+            node[0] in VIEWS and root(self.nodes, i) == index and self._alive(i)
+            for i, node in enumerate(self.nodes[index + 1 :], index + 1)
+        )
+
+    def _alive(self, index: int) -> bool:
+        ref = self.refs[index]
+        return ref is not None and ref() is not None
+
+    # Running
+
+    def check(self, message: str) -> None:
+        """Raise if something that the region reads has been changed since."""
+        for k, (tensor, stamp) in enumerate(zip(self.tensors, self.stamps, strict=True)):
+            if _stamp(tensor) != stamp and not (self.done and k in self.written):
+                raise RuntimeError(message)
+
+    def run(self, held: Sequence[LazyTensor] = ()) -> None:
+        """Compute all that is still somebody's, as if at the time of recording.
+
+        Args:
+            held: lazy tensors that C++ code holds, beside those that can be seen to be.
+        """
+        (_run_uncompiled if private.compiler_loaded() else Region._run)(self, held)
+
+    def _run(self, held: Sequence[LazyTensor]) -> None:
+        with self._lock:
+            self.closed = True
+            if self._failed is not None:
+                raise RuntimeError(
+                    f"the computation of this tensor has failed before: {self._failed}"
+                ) from self._failed
+            if self.done:
+                return
+            try:
+                self.check(_CHANGED)
+                with (
+                    private.unhooked(),
+                    private.without_functions(),
+                    torch.inference_mode(self.inference),
+                    torch.set_grad_enabled(self.grad),
+                ):
+                    Run(self, held).go()
+            except BaseException as error:
+                self._failed = error
+                raise
+            self.done = True
+            self.refs = []
+
+    def data(self, effects: bool) -> Data:
+        return Data(self.topologies, self.scalars, self.probes, effects)
+
+    # The shadow graph
+
+    def gradients(self, index: int, positions: list[int], dy: Tensor) -> list[Tensor | None]:
+        """The gradients of some operands of a node, given that of its output."""
+        again = torch.is_grad_enabled()
+        data = self.data(False)
+        op, attrs, inputs, _, _ = self.nodes[index]
+        with self._lock:
+            self.check(_CHANGED_LATER)
+            found = self._values
+            if again:
+                found = interpret(self.nodes, [_view(t) for t in self.tensors], data)
+            elif found is None:
+                found = self._values = interpret(self.nodes, [*map(data_of, self.tensors)], data)
+        tensors = self.tensors if again else [*map(data_of, self.tensors)]
+        operands = reads(inputs, found, tensors)
+        wanted = []
+        for position in positions:
+            operand = operands[position]
+            assert operand is not None
+            operand = _view(operand) if again else operand.detach().requires_grad_()
+            operands[position] = operand
+            wanted.append(operand)
+        with torch.enable_grad():
+            y = EAGER[op](attrs, data, *operands)
+        return list(torch.autograd.grad(y, wanted, dy, create_graph=again, allow_unused=True))
+
+
+_run_uncompiled: Callable[[Region, Sequence[LazyTensor]], None] = private.uncompiled(Region._run)
+
+
+def _view(tensor: Tensor) -> Tensor:
+    """The same numbers with a place in the graph of their own, which leads to the tensor's."""
+    with private.without_functions(), torch.enable_grad():
+        return tensor.view_as(tensor)
+
+
+def _requires_grad(tensor: Tensor) -> bool:
+    if type(tensor) is LazyTensor:
+        with private.without_functions():
+            return tensor.requires_grad
+    return tensor.requires_grad
+
+
+def _fast_stamp(tensor: Tensor) -> tuple[int, int]:
+    try:
+        return tensor._version, tensor.data_ptr()
+    except RuntimeError:  # made in inference mode: it has no version
+        return -1, tensor.data_ptr()
+
+
+def _stamp(tensor: Tensor) -> tuple[int, int]:
+    """What changes with a tensor's elements, and with its memory (``.data =``, ``.half()``)."""
+    if type(tensor) is LazyTensor:
+        with private.without_functions():
+            return _fast_stamp(tensor)[0], data_of(tensor).data_ptr()
+    return _fast_stamp(tensor)
+
+
+_READABLE = (Tensor, torch.nn.Parameter, LazyTensor)

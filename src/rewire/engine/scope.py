@@ -1,0 +1,126 @@
+"""When anything is recorded: inside the call of a converted model, while nobody watches."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from rewire.engine import private
+from rewire.engine.region import Region
+
+NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+
+
+class Scope:
+    """The call of a converted model.
+
+    Attributes:
+        on: whether anything is recorded in it.
+        grad, inference: the modes in which it is; in another one, things are computed at once.
+        modules: those whose calls are going on, outermost first.
+        region: what is being recorded.
+        frame: of the outermost call.
+        error: the exception that was being handled when it began.
+        outer: the call in another mode that this one is inside of.
+    """
+
+    def __init__(self, on: bool, frame: Any, outer: Scope | None) -> None:
+        self.on, self.frame, self.outer = on, frame, outer
+        self.grad, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.error = sys.exc_info()[1]
+        self.modules: list[nn.Module] = []
+        self.region: Region | None = None
+
+    def fits(self) -> bool:
+        """Whether the modes are its own now."""
+        return (
+            torch.is_grad_enabled() is self.grad
+            and torch.is_inference_mode_enabled() is self.inference
+        )
+
+
+class _Local(threading.local):
+    scope: Scope | None = None
+
+
+_local = _Local()
+_hooks: weakref.WeakKeyDictionary[nn.Module, list[dict[int, Any]]] = weakref.WeakKeyDictionary()
+
+
+def active() -> bool:
+    """Whether the engine is on for a model that is being called on this thread."""
+    return not torch.compiler.is_compiling() and _local.scope is not None
+
+
+def recording(dtype: torch.dtype) -> Region | None:
+    """The region to record into on this thread, for tensors of a type; None where things are computed
+    at once."""
+    if torch.compiler.is_compiling():
+        return None
+    scope = _local.scope
+    if scope is None or not scope.on or not scope.fits() or private.watched():
+        return None
+    region = scope.region
+    if region is None or region.closed or region.dtype is not dtype:
+        if region is not None:
+            region.run()
+        region = scope.region = Region(dtype, scope.grad, scope.inference)
+    return region
+
+
+def enter(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of every module with sparse layers in it."""
+    if torch.compiler.is_compiling():
+        return
+    scope = _local.scope
+    while scope is not None and private.finished(scope.frame):  # it was interrupted
+        scope = _local.scope = scope.outer
+    if scope is not None:
+        if not scope.on or scope.fits():
+            scope.modules.append(module)
+            return
+        if scope.region is not None:  # batch norms keep their order
+            scope.region.run()
+    on = not private.watched_from_outside() and not any(_hooks_of(module))
+    _local.scope = scope = Scope(on, private.caller(), scope)
+    scope.modules.append(module)
+
+
+def leave(module: nn.Module, args: Any, output: Any) -> None:
+    """Forward hook of the same modules, called even if there was an exception."""
+    scope = _local.scope
+    if torch.compiler.is_compiling() or scope is None or module not in scope.modules:
+        return
+    modules = scope.modules
+    while modules.pop() is not module:  # the calls inside were interrupted
+        pass
+    if modules:
+        return
+    _local.scope, scope.frame = scope.outer, None
+    region, scope.region = scope.region, None
+    if region is not None and sys.exc_info()[1] is scope.error:
+        region.run()
+
+
+def before_batch_norm(module: nn.Module, args: Any) -> None:
+    """Forward pre-hook of batch norms: where one is called again, what it has recorded runs first. Torch
+    would update the running statistics of an ordinary input at once, and bumps no version counter."""
+    scope = _local.scope
+    if scope is not None and scope.region is not None:
+        buffers = module._buffers
+        if scope.region.reads_any(buffers.get("running_mean"), buffers.get("running_var")):
+            scope.region.run()
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    """Where backward hooks of a module's parts would be. Looked up once: a part that is added later is
+    run as well, but with the gradients of the shadow graph."""
+    found = _hooks.get(module)
+    if found is None:
+        found = _hooks[module] = private.backward_hooks(module)
+    return found

@@ -1,0 +1,201 @@
+"""Every fusion rule on a graph of a few nodes: where it holds, and each reason why it does not."""
+
+from __future__ import annotations
+
+from engine_graphs import Builder
+from rewire.engine import rules
+from rewire.engine.lowering import lower
+from rewire.engine.rules import ResidualSum, Uses
+
+PANEL = 64
+
+
+def uses(b: Builder, *outputs: int) -> Uses:
+    return Uses(b.graph(*(outputs or (len(b.nodes) - 1,))))
+
+
+def steps(b: Builder, *outputs: int) -> tuple[list[str], list[str]]:
+    """Names of the steps, forward and backward, with what is fused into them."""
+    plan = lower(b.graph(*(outputs or (len(b.nodes) - 1,))), PANEL)
+    forward, backward = (
+        [" + ".join((step.name, *step.fused)) for step in some if step.name != "Relayout"]
+        for some in (plan.forward, plan.backward)
+    )
+    return forward, backward
+
+
+def test_a_relu_that_alone_reads_a_product_is_done_by_it() -> None:
+    b = Builder()
+    y = b.conv(b.input(2, 3, 4, 4), 5)
+    z = b.relu(y)
+    assert rules.relu_after(uses(b), y) == z
+    assert rules.tail(uses(b), y) == z
+    assert steps(b) == (["ConvForward + ReLU"], ["ConvBackward + ReLU mask"])
+    assert rules.relu_after(uses(b, y, z), y) is None  # somebody holds what it reads
+    b.add(y, z)
+    assert rules.relu_after(uses(b), y) is None  # somebody else reads it
+
+
+def test_a_product_measures_moments_for_a_batch_norm_in_training() -> None:
+    b = Builder()
+    y = b.conv(b.input(2, 3, 4, 4), 5)
+    b.norm(y)
+    assert rules.moments_in_product(uses(b), y)
+    assert steps(b)[0] == ["ConvForward + moments", "Track", "NormForward"]
+
+    b = Builder()
+    y = b.conv(b.input(2, 3, 4, 4), 5)
+    b.norm(y, training=False)
+    assert not rules.moments_in_product(uses(b), y)
+    assert steps(b)[0] == ["ConvForward", "NormForward"]
+
+    b = Builder()
+    y = b.conv(b.input(2, 3, 4, 4), 5)
+    b.norm(b.relu(y))
+    assert not rules.moments_in_product(uses(b), y)  # the batch norm reads something else
+    assert steps(b)[0] == ["ConvForward + ReLU", "Moments", "Track", "NormForward"]
+
+
+def test_a_batch_norm_is_done_by_the_convolution_that_alone_reads_it() -> None:
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 5))
+    r = b.relu(n)
+    y = b.conv(r, 2)
+    assert rules.norm_in_reader(uses(b), n)
+    forward, backward = steps(b)
+    assert forward == ["ConvForward + moments", "Track", "ConvForward + batch norm + ReLU"]
+    assert backward == [
+        "ConvBackward + gradient of the batch norm before",
+        "ConvBackward + batch norm gradient",
+    ]
+    assert not rules.norm_in_reader(uses(b, r, y), n)  # somebody holds its output
+    b.add(b.conv(r, 2), y)
+    assert not rules.norm_in_reader(uses(b), n)  # two convolutions read it
+
+
+def test_a_batch_norm_is_done_by_the_pooling_that_alone_reads_it() -> None:
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 5))
+    b.max_pool(b.relu(n))
+    assert rules.norm_in_reader(uses(b), n)
+    forward, backward = steps(b)
+    assert forward == ["ConvForward + moments", "Track", "MaxPool + batch norm + ReLU"]
+    assert backward == [
+        "MaxPoolBackward + gradient of the batch norm before",
+        "ConvBackward + batch norm gradient",
+    ]
+
+
+def test_a_batch_norm_before_frozen_weights_has_an_output() -> None:
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 5))
+    b.conv(n, 2, frozen=True, bias=False)
+    assert not rules.norm_in_reader(uses(b), n)
+    assert steps(b)[1][0] == "InputGradient"
+
+
+def test_the_gradient_of_a_batch_norm_is_completed_by_the_product_before() -> None:
+    b = Builder()
+    y = b.conv(b.input(2, 3, 4, 4), 5)
+    n = b.norm(y)
+    assert rules.defer_norm_gradient(uses(b), n)
+    assert steps(b)[1] == ["NormBackward", "ConvBackward + batch norm gradient"]
+    assert not rules.defer_norm_gradient(uses(b, y, n), n)  # its input has another gradient
+    b.add(n, y)
+    assert not rules.defer_norm_gradient(uses(b), n)
+
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 5, frozen=True))
+    assert not rules.defer_norm_gradient(uses(b), n)
+    n = b.norm(b.input(2, 3, 4, 4))
+    assert not rules.defer_norm_gradient(uses(b), n)  # no product has made its input
+
+
+def test_a_residual_sum_is_done_with_its_batch_norm() -> None:
+    b = Builder()
+    x = b.input(2, 3, 4, 4)
+    n = b.norm(b.conv(x, 3))
+    total = b.add(x, n)
+    z = b.relu(total)
+    assert rules.residual_sum(uses(b), total) == ResidualSum(n, x, z)
+    assert steps(b)[0] == ["ConvForward + moments", "Track", "NormForward + residual + ReLU"]
+    assert rules.residual_sum(uses(b, n, z), total) is None
+
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 3))
+    total = b.add(n, n)
+    assert rules.residual_sum(uses(b), total) is None
+    assert steps(b)[0][-1] == "Add"
+
+
+def test_the_gradient_of_a_residual_sum_is_computed_by_the_convolution_that_reads_it_first() -> (
+    None
+):
+    b = Builder()
+    x = b.input(2, 3, 4, 4)
+    n = b.norm(b.conv(x, 3))
+    z = b.relu(b.add(n, x))
+    y = b.conv(z, 3)
+    b.add(b.norm(y), z)
+    total = ResidualSum(n, x, z)
+    assert rules.residual_gradient_in_reader(uses(b), total) == y
+    assert "ConvBackward + batch norm gradient + gradient of the residual sum before" in steps(b)[1]
+    assert rules.residual_gradient_in_reader(uses(b, z, len(b.nodes) - 1), total) is None
+
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 3))
+    z = b.relu(b.add(n, x := b.input(2, 3, 4, 4)))
+    b.add(z, b.max_pool(z, 1))
+    b.conv(z, 3)  # not the first
+    assert rules.residual_gradient_in_reader(uses(b), ResidualSum(n, x, z)) is None
+
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 3))
+    total_ = b.add(n, x := b.input(2, 3, 4, 4))
+    b.conv(total_, 3)  # no ReLU in between
+    assert rules.residual_gradient_in_reader(uses(b), ResidualSum(n, x, total_)) is None
+
+
+def test_the_mask_of_a_relu_is_applied_by_the_product_that_alone_reads_it() -> None:
+    b = Builder()
+    first = b.linear(b.input(2, 3), 5)
+    second = b.linear(b.relu(first), 4)
+    assert rules.relu_gradient_in_reader(uses(b), first) == second
+    assert steps(b)[1] == [
+        "ConvBackward + ReLU mask and bias gradient of the product before",
+        "ConvBackward",
+    ]
+
+    b = Builder()
+    first = b.linear(b.input(2, 3), 5)
+    b.linear(b.relu(first), 4, frozen=True)
+    assert rules.relu_gradient_in_reader(uses(b), first) is None
+    assert steps(b)[1] == ["RowSums", "InputGradient", "ConvBackward + ReLU mask"]
+
+
+def test_a_slice_and_the_channels_around_it_are_one_copy() -> None:
+    b = Builder()
+    s = b.slice(b.input(2, 3, 4, 4))
+    p = b.pad(s, 1, 2)
+    assert rules.pad_after_slice(uses(b), s) == p
+    assert steps(b) == (["Slice + pad"], ["SliceBackward + pad"])
+
+    b = Builder()
+    s = b.slice(b.input(2, 3, 4, 4))
+    b.pad(s, 1, 2, 0, 1, 0, 0)  # rows, too
+    assert rules.pad_after_slice(uses(b), s) is None
+    assert steps(b) == (["Slice", "Pad"], ["PadBackward", "SliceBackward"])
+
+
+def test_a_watched_layer_is_not_fused_with_what_is_before_it() -> None:
+    b = Builder()
+    n = b.norm(b.conv(b.input(2, 3, 4, 4), 5))
+    watched = b.conv(n, 2, probe=True)
+    b.norm(watched)
+    assert not rules.norm_in_reader(uses(b), n)
+    assert not rules.defer_norm_gradient(uses(b), len(b.nodes) - 1)
+    plan = lower(b.graph(len(b.nodes) - 1), PANEL)
+    (seen,) = plan.probes.values()
+    assert [(node, x.shape, dy.shape) for node, x, dy in seen] == [
+        (watched, (2, 5, 4, 4), (2, 2, 4, 4))
+    ]
