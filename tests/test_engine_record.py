@@ -1020,3 +1020,13 @@ def test_double_backward_of_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> N
     result = observe(model, image(), step)
     twin = dense_gradients(model, observe(dense, image(), step))
     assert_same({name: value for name, value in result.items() if name in twin}, twin)
+
+
+def test_the_engine_takes_the_place_of_fused_execution(recorded: Recorded) -> None:
+    model = rewire.sparsify(build("resnet20", width=0.25).double(), sparsity=0.5)
+    twin = rewire.densify(copy.deepcopy(model))
+    use_engine(model)
+    x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
+    close(model(x), twin(x))
+    assert len(recorded.graphs) == 1
+    assert all("_call_impl" not in part.__dict__ for part in model.modules())

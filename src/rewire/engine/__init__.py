@@ -20,7 +20,8 @@ __all__ = ["use_engine"]
 def use_engine(model: nn.Module, on: bool = True) -> None:
     """Let a converted model record its layers and run them together, or take that back.
 
-    Numbers and gradients are those of the layers one by one. Where something watches them
+    It takes the place of the fused execution that ``rewire.sparsify`` sets up. Numbers and gradients are
+    those of the layers one by one. Where something watches them
     (``torch.compile``, dispatch and function modes, activation checkpointing, backward hooks on modules,
     forward-mode derivatives), they run one by one anyway.
 
@@ -28,8 +29,10 @@ def use_engine(model: nn.Module, on: bool = True) -> None:
         model: has sparse layers somewhere inside.
         on: False runs all layers one by one.
     """
-    from rewire.nn.sparse import SparseLayer  # layers know the engine
+    from rewire.nn.fusion import unfuse  # layers know the engine
+    from rewire.nn.sparse import SparseLayer
 
+    unfuse(model)
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()
