@@ -209,3 +209,29 @@ def test_a_hook_of_a_layer_that_was_rectified_is_refused(x: Tensor) -> None:
     model = rewire.sparsify(Net(body).double(), sparsity=0.4, weights="fresh")
     with pytest.raises(RuntimeError, match="register hooks before it is used"):
         model(x)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's own, of its input
+@pytest.mark.parametrize("in_place", [True, False], ids=["compile()", "torch.compile"])
+def test_a_compiled_part_that_reads_the_output_of_another_one(in_place: bool, x: Tensor) -> None:
+    torch.manual_seed(0)
+    parts = [Net(lambda m, x: F.relu(m.bn(m.conv(x)))) for _ in range(3)]
+    model = rewire.sparsify(nn.Sequential(*parts).double(), sparsity=0.4, weights="fresh")
+    twin = rewire.densify(copy.deepcopy(model))
+    torch.compiler.reset()
+    try:
+        if in_place:
+            model[1].compile(backend="aot_eager")
+        else:
+            model[1] = torch.compile(model[1], backend="aot_eager")
+    except RuntimeError as error:
+        pytest.skip(f"torch.compile is unavailable: {error}")
+    like = x.detach().clone().requires_grad_()
+    y, right = model(x), twin(like)
+    assert_close(y.detach(), right.detach())
+    for output in (y, right):
+        output.square().sum().backward()
+    assert x.grad is not None
+    assert like.grad is not None
+    assert_close(x.grad, like.grad, 1e-9)
+    same_buffers(model[2], twin[2])

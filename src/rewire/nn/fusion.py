@@ -7,6 +7,7 @@ always does. Batch norms answer with promises (:mod:`rewire.nn.promises`), and s
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -299,17 +300,31 @@ class _Fusion(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _has_compiled(module: nn.Module) -> bool:
+    """Whether a part of a module is compiled by itself: it takes ordinary tensors only."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    if compiler is None:
+        return False
+    return any(
+        isinstance(part, compiler.OptimizedModule) or part._compiled_call_impl is not None
+        for part in module.modules()
+        if part is not module
+    )
+
+
 def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """What ``module(...)`` does once it is fused: a run, unless it is a part of a model that runs.
 
-    It is none where something else watches, nor with FSDP inside: parameters are gone there before what is
-    pending would read them.
+    It is none where something else watches, nor with compiled parts inside, nor with FSDP: parameters are
+    gone there before what is pending would read them. Parts of such a model are runs.
     """
     call: Any = type(module)._call_impl
     if running():
         return call(module, *args, **kwargs)
     watched = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
     if watched or torch._C._len_torch_dispatch_stack() > 0 or has_fsdp(module):
+        return call(module, *args, **kwargs)
+    if _has_compiled(module):
         return call(module, *args, **kwargs)
     sequence = module if type(module) is nn.Sequential and len(args) == 1 and not kwargs else None
     if sequence is not None and not torch.is_grad_enabled():
