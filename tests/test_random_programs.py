@@ -109,7 +109,7 @@ def compare(ours: dict[str, Tensor], right: dict[str, Tensor], noise: dict[str, 
         mine = ours.get(name, torch.zeros_like(expected))
         assert mine.shape == expected.shape, name
         moved = noise.get(name, torch.zeros_like(expected)) - expected
-        room = 1e-10 * max(1.0, largest) + 100 * float(moved.nan_to_num().abs().sum())
+        room = 1e-9 * max(1.0, largest) + 100 * float(moved.nan_to_num().abs().sum())
         torch.testing.assert_close(
             mine,
             expected,
