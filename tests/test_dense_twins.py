@@ -235,3 +235,27 @@ def test_a_compiled_part_that_reads_the_output_of_another_one(in_place: bool, x:
     assert like.grad is not None
     assert_close(x.grad, like.grad, 1e-9)
     same_buffers(model[2], twin[2])
+
+
+def test_gradients_enabled_in_part_of_a_model_that_records_none(x: Tensor) -> None:
+    def body(m: Any, x: Tensor) -> list[Tensor]:
+        with torch.enable_grad():
+            y = F.relu(m.bn(m.conv(x)))
+            z = m.conv(y)
+        return [y, torch.relu(y), z, z + 1]
+
+    torch.manual_seed(0)
+    model = rewire.sparsify(Net(body).double(), sparsity=0.4, weights="fresh")
+    twin = rewire.densify(copy.deepcopy(model))
+    inputs = [x.detach().clone().requires_grad_() for _ in range(2)]
+    with torch.no_grad():
+        found, expected = model(inputs[0]), twin(inputs[1])
+    for mine, right in zip(found, expected, strict=True):
+        assert mine.requires_grad == right.requires_grad
+        assert_close(mine.detach(), right.detach())
+    for outputs in (found, expected):
+        (outputs[0].square().sum() + outputs[2].exp().sum()).backward()
+    assert inputs[0].grad is not None
+    assert inputs[1].grad is not None
+    assert_close(inputs[0].grad, inputs[1].grad, 1e-9)
+    assert_close(model.bn.weight.grad, twin.bn.weight.grad, 1e-9)

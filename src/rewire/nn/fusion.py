@@ -347,7 +347,7 @@ def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     promises.settle()
     if type(output) is Tensor:
         return output
-    return pytree.tree_map_only(Pending, Pending.settle, output)
+    return pytree.tree_map_only(Pending, Pending.leave, output)
 
 
 _FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {

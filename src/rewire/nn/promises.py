@@ -67,6 +67,13 @@ class Pending(torch.Tensor):
         """The result as an ordinary tensor."""
         return self._state.settle()
 
+    def leave(self) -> Tensor:
+        """The same for who has called the model: with its history, if it was made where one is recorded."""
+        if self._kept.grad_mode == torch.is_grad_enabled():
+            return self.settle()
+        with torch.set_grad_enabled(self._kept.grad_mode):
+            return self.settle()
+
     def _seen(self) -> Tensor:
         return self._kept.seen()
 
