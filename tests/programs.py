@@ -459,6 +459,7 @@ def watched(m: Program, values: list[Tensor], x: Tensor, kind: int) -> Any:
     """A hook of a tensor."""
     if not x.requires_grad:
         return None
+    _ = x.grad_fn  # without it torch crashes here, where x is a view of which a part was changed
     if kind % 3 == 0:
         x.register_hook(lambda g: m.seen.append(g.detach().clone()))
     elif kind % 3 == 1:
@@ -506,7 +507,7 @@ def compared(m: Program, values: list[Tensor], x: Tensor, kind: int) -> Any:
     elif kind % 3 == 1:
         float(x.detach().sum())
     elif x.numel():
-        return x * (x.detach().flatten()[0] > 0.1)
+        return x * (0.5 + (x.detach().flatten()[0] > 0.1))
     return None
 
 
