@@ -16,8 +16,8 @@ import torch
 
 from rewire import ops
 from rewire.data import places
-from rewire.nn import promises
-from rewire.ops import layout
+from rewire.engine import execute
+from rewire.ops import layout, products
 
 
 @pytest.fixture(params=ops.instruction_sets() or ["reference"])
@@ -40,15 +40,19 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 
 @pytest.fixture
-def promise_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers promise small outputs too, and in panels, so that small tests see what large models do."""
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+def small_panels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Panels of four samples, so that small tests see what large models do."""
     monkeypatch.setattr(layout, "panel_width", lambda kernels: 4)
+    execute._plans.clear()
+    products._plan.cache_clear()
+    yield
+    execute._plans.clear()
+    products._plan.cache_clear()
 
 
 @pytest.fixture
-def no_panels(promise_always: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same for a batch that fills no panels."""
+def no_panels(small_panels: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch fills panels."""
     monkeypatch.setattr(layout, "panel_width", lambda kernels: 1 << 20)
 
 

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 import rewire
 from rewire.engine import use_engine
-from rewire.nn.fusion import unfuse
+from rewire import use_engine
 
 
 def converted(model: nn.Module, sparsity: float = 0.5, engine: bool = True) -> nn.Module:
     """A model with sparse layers in float64, with the engine and without the fused machinery."""
     model = rewire.sparsify(model.double(), sparsity)
-    unfuse(model)
+    use_engine(model, False)
     use_engine(model, engine)
     return model
 

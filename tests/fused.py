@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rewire import SparseConv2d, SparseLinear, ops
-from rewire.nn.fusion import fuse, unfuse
+from rewire import use_engine
 
 marks = [
     pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels"),
-    pytest.mark.usefixtures("promise_always"),
+    pytest.mark.usefixtures("small_panels"),
 ]
 DTYPES = [torch.float32, torch.float64]
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-11}
@@ -82,7 +82,7 @@ def plain(model: nn.Module) -> Any:
     """The same model on torch's own layers, not fused."""
     model = copy.deepcopy(model)
     for module in list(model.modules()):
-        unfuse(module)
+        use_engine(module, False)
         for name, child in list(module.named_children()):
             if isinstance(child, SparseConv2d | SparseLinear):
                 setattr(module, name, child.to_dense())
@@ -146,7 +146,7 @@ def assert_same(
     """Outputs, gradients (of the input, too, if it is a leaf) and buffers of the fused model are torch's,
     over a few steps."""
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     for step in range(steps):
         data = normal(8, 3, 6, 6, seed=20 + step) if x is None else x
         inputs = [data.detach().clone().requires_grad_(leaf) for _ in range(2)]

@@ -17,7 +17,7 @@ from rewire import ops
 
 pytestmark = [
     pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels"),
-    pytest.mark.usefixtures("promise_always"),
+    pytest.mark.usefixtures("small_panels"),
 ]
 Body = Callable[[Any, Tensor], Any]
 

@@ -652,7 +652,7 @@ def test_autocast() -> None:
 
     torch.manual_seed(0)
     model = rewire.sparsify(Mixed(), 0.5, keep_dense="d")
-    rewire.nn.fusion.unfuse(model)
+    rewire.nn.fusion.use_engine(model, False)
     x = image().float()
     found = []
     for on in (True, False):

@@ -16,7 +16,7 @@ from fused_changes import CHANGES
 from fused_images import IMAGES
 from fused_uses import USES
 from rewire import SparseLinear
-from rewire.nn.fusion import fuse
+from rewire import use_engine
 
 pytestmark = marks
 BODIES = USES | IMAGES | CHANGES
@@ -78,7 +78,7 @@ def test_a_batch_norm_frozen_in_a_training_model() -> None:
 def test_training_and_evaluation_in_turn() -> None:
     model = Net(USES["residual_block"])
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     optimizers = [torch.optim.SGD(m.bn.parameters(), lr=0.1) for m in (model, reference)]
     for step in range(6):
         x = normal(8, 3, 6, 6, seed=step)
@@ -100,14 +100,14 @@ def test_any_batch_size(batch: int) -> None:
 def test_float32() -> None:
     model = Net(USES["residual_block"]).float()
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     x = normal(16, 3, 6, 6, dtype=torch.float32)
     torch.testing.assert_close(model(x), reference(x), rtol=1e-4, atol=1e-4)
 
 
 def test_a_batch_that_is_too_small_is_refused_as_by_torch() -> None:
     model = Net(lambda m, x: F.relu(m.bn(m.conv(x)[:, :, :1, :1])))
-    fuse(model)
+    use_engine(model)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(normal(1, 3, 6, 6))
     assert_same(model)
@@ -118,7 +118,7 @@ def test_a_batch_that_is_too_small_is_refused_as_by_torch() -> None:
 def test_a_batch_norm_of_other_channels_is_refused_as_by_torch(count: int, tracks: bool) -> None:
     model = Net(lambda m, x: F.relu(m.bn(m.conv(x))))
     model.bn = nn.BatchNorm2d(count, track_running_stats=tracks, dtype=torch.float64)
-    fuse(model)
+    use_engine(model)
     for training in (True, False):
         model.train(training)
         with pytest.raises(RuntimeError, match=f"should contain 6 elements not {count}"):
@@ -129,7 +129,7 @@ def test_running_statistics_are_updated_once_per_call() -> None:
     for name in ("sum_and_plain", "rectified_twice", "kept_but_not_used", "dropped"):
         model = Net(USES[name])
         reference = plain(model)
-        fuse(model)
+        use_engine(model)
         for step in range(4):
             for m in (model, reference):
                 m(normal(8, 3, 6, 6, seed=step))

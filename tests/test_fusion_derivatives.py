@@ -18,7 +18,7 @@ from fused_images import IMAGES
 from fused_uses import USES
 from rewire import SparseConv2d, SparseLinear
 from rewire.methods import RigL
-from rewire.nn.fusion import fuse, unfuse
+from rewire import use_engine
 from test_relay import ALSO_READ, USED, same_as_apart
 from test_units import SEQUENCES, sequence
 
@@ -66,7 +66,7 @@ def assert_same_penalty(
 ) -> None:
     """All gradients of a gradient penalty of the fused model are those of its dense twin."""
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     inputs = [x.detach().clone().requires_grad_() for _ in range(2)]
     try:
         right = penalty(reference, inputs[1], of_weights)
@@ -204,9 +204,9 @@ def test_gradient_penalties(
     model = critic().train(training)
     reference = rewire.densify(copy.deepcopy(model))
     if kind == "unfused":
-        unfuse(model)
+        use_engine(model, False)
     if kind == "densified":
-        unfuse(reference)
+        use_engine(reference, False)
     data = [normal(batch, 3, 6, 6, seed=seed) for seed in (1, 2)]
     losses = [loss(m, *data) for m in (model, reference)]
     assert_close(*(value.detach() for value in losses))
@@ -241,7 +241,7 @@ def test_gradients_inside_a_forward_pass() -> None:
             return [energy, forces]
 
     model = Forces()
-    unfuse(model)
+    use_engine(model, False)
     assert_same_penalty(model, normal(8, 3, 6, 6))
 
 
@@ -249,7 +249,7 @@ def test_dropout() -> None:
     """The noise of a recorded backward pass is that of the forward pass."""
     layers = [SparseConv2d(3, 6, 3, padding=1, sparsity=0.5), nn.Dropout(0.4), nn.Tanh()]
     model = nn.Sequential(*layers).double()
-    fuse(model)
+    use_engine(model)
     x = normal(8, 3, 6, 6).requires_grad_()
     y = model(x)
     noise = (torch.atanh(y) / layers[0](x)).detach().round(decimals=6)
@@ -277,7 +277,7 @@ def test_a_hook_of_what_is_in_panels() -> None:
 
 def test_a_bias_that_changed() -> None:
     model = sequence("rectified")
-    fuse(model)
+    use_engine(model)
     x = normal(8, 3, 8, 8).requires_grad_()
     y = model(x).square().sum()
     with torch.no_grad():

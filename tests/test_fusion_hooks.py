@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fused import Body, Net, assert_close, loss_of, marks, normal, plain, tensors_in
-from rewire.nn.fusion import fuse
+from rewire import use_engine
 
 pytestmark = marks
 
@@ -22,7 +22,7 @@ def hooked(register: Callable[[Any, list[Any]], None], body: Body) -> tuple[list
         mine: list[Any] = []
         m = copy.deepcopy(model) if fused else plain(model)
         if fused:
-            fuse(m)
+            use_engine(m)
         register(m, mine)
         x = normal(8, 3, 6, 6).requires_grad_()
         loss = loss_of(tensors_in(m(x)))
@@ -117,7 +117,7 @@ def test_a_gradient_kept_at_the_output() -> None:
 
     model = Net(retained)
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     for m in (model, reference):
         m(normal(8, 3, 6, 6)).square().sum().backward()
     assert reference.seen[0].grad is not None

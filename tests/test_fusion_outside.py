@@ -18,7 +18,7 @@ import rewire
 from fused import Net, assert_close, assert_same, batch_last, marks, normal, plain, same_buffers
 from fused_uses import USES
 from rewire import Connections, SparseConv2d
-from rewire.nn.fusion import fuse, unfuse
+from rewire import use_engine
 
 pytestmark = marks
 
@@ -37,7 +37,7 @@ def outside_is_untouched() -> None:
 
 def test_results_are_ordinary_tensors_in_batch_last_memory() -> None:
     model = Net(lambda m, x: {"norm": m.bn(m.conv(x)), "sum": [m.bn2(m.conv(x)) + m.conv(x)]})
-    fuse(model)
+    use_engine(model)
     result = model(normal(8, 3, 6, 6))
     for tensor in (result["norm"], result["sum"][0]):
         assert type(tensor) is Tensor
@@ -55,7 +55,7 @@ class Answer:
 def test_an_output_inside_an_object() -> None:
     model = Net(lambda m, x: Answer(m.bn(m.conv(x))))
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     results = [m(normal(8, 3, 6, 6)) for m in (model, reference)]
     same_buffers(model, reference)
     for use in (lambda t: t * 2, F.relu, lambda t: t.mean(), lambda t: t + t):
@@ -69,7 +69,7 @@ def test_an_output_inside_an_object() -> None:
 def test_an_output_kept_by_the_model() -> None:
     model = Net(USES["kept_but_not_used"])
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     for m in (model, reference):
         m(normal(8, 3, 6, 6))
     kept = [m.seen[0] for m in (model, reference)]
@@ -82,7 +82,7 @@ def test_facts_about_a_promise_are_those_of_the_result() -> None:
     for training in (True, False):
         model = Net(USES["looked_at"]).train(training)
         reference = plain(model)
-        fuse(model)
+        use_engine(model)
         for m in (model, reference):
             m(normal(8, 3, 6, 6))
         assert model.seen == reference.seen
@@ -116,7 +116,7 @@ def test_an_error_in_the_forward(error: type[BaseException]) -> None:
     def check() -> None:
         model = Net(failing)
         model.seen = [error("on purpose")]
-        fuse(model)
+        use_engine(model)
         with pytest.raises(error, match="on purpose"):
             model(normal(8, 3, 6, 6))
         outside_is_untouched()
@@ -139,7 +139,7 @@ def test_an_error_before_the_forward() -> None:
         model = Net(forgiving)
         model.inner = Net(USES["f_relu"])
         model.inner.register_forward_pre_hook(refuse)
-        fuse(model.inner)
+        use_engine(model.inner)
         assert_same(model)
         outside_is_untouched()
 
@@ -160,7 +160,7 @@ def test_an_error_that_the_outer_model_handles() -> None:
     model = Net(forgiving)
     model.inner = Net(failing)
     for m in (model, model.inner):
-        fuse(m)
+        use_engine(m)
     assert_same(model)
     outside_is_untouched()
 
@@ -181,8 +181,8 @@ class Nested(nn.Module):
 def test_fused_models_inside_a_fused_model(inner: bool) -> None:
     model = Nested()
     if inner:
-        fuse(model.first)
-        fuse(model.second)
+        use_engine(model.first)
+        use_engine(model.second)
     assert_same(model)
     outside_is_untouched()
 
@@ -190,12 +190,12 @@ def test_fused_models_inside_a_fused_model(inner: bool) -> None:
 def test_fusing_twice_and_taking_it_back() -> None:
     model = Net(USES["residual_block"])
     untouched = set(model.state_dict())
-    fuse(model)
-    fuse(model)
+    use_engine(model)
+    use_engine(model)
     assert is_fused(model)
     assert set(model.state_dict()) == untouched
     assert_same(model)
-    unfuse(model)
+    use_engine(model, False)
     assert not is_fused(model)
     assert_same(model)
 
@@ -205,7 +205,7 @@ def test_no_grad_and_inference_mode() -> None:
         for mode in (torch.no_grad, torch.inference_mode):
             model = Net(USES["residual_block"]).train(training)
             reference = plain(model)
-            fuse(model)
+            use_engine(model)
             with mode():
                 x = normal(8, 3, 6, 6)
                 y, expected = model(x), reference(x)
@@ -217,7 +217,7 @@ def test_no_grad_and_inference_mode() -> None:
 def test_a_model_in_other_threads() -> None:
     model = Net(USES["residual_block"]).eval()
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     inputs = [normal(8, 3, 6, 6, seed=i) for i in range(6)]
     results: dict[int, Tensor] = {}
 
@@ -244,7 +244,7 @@ def test_training_in_a_thread_does_not_touch_the_others() -> None:
         return F.relu(m.bn(m.conv(x)))
 
     model = Net(waiting)
-    fuse(model)
+    use_engine(model)
     worker = threading.Thread(target=lambda: seen.append(model(normal(8, 3, 6, 6))))
     worker.start()
     assert entered.wait(30)
@@ -265,23 +265,23 @@ def residual(m: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
 def test_copies_of_a_fused_model(duplicate: Callable[[nn.Module], Any]) -> None:
     model = Net(residual)
-    fuse(model)
+    use_engine(model)
     model(normal(8, 3, 6, 6))
     copied = duplicate(model)
     assert is_fused(copied)
-    fuse(copied)
+    use_engine(copied)
     assert is_fused(copied)  # it is
     x = normal(8, 3, 6, 6)
     assert torch.equal(copied.eval()(x), model.eval()(x))
     assert copied(x).stride(0) == 1
     assert_same(copied.train())
-    unfuse(copied)
+    use_engine(copied, False)
     assert not is_fused(copied)
 
 
 def test_copying_leaves_no_shared_statistics() -> None:
     model = Net(residual)
-    fuse(model)
+    use_engine(model)
     copied = copy.deepcopy(model)
     before = copied.bn.running_mean.clone()
     model(normal(8, 3, 6, 6))
@@ -292,7 +292,7 @@ def test_copying_leaves_no_shared_statistics() -> None:
 def test_checkpointing_a_fused_model() -> None:
     for reentrant in (True, False):
         model = Net(USES["residual_block"])
-        fuse(model)
+        use_engine(model)
         outer = Net(
             lambda m, x, reentrant=reentrant: checkpoint(m.inner, x, use_reentrant=reentrant)
         )
@@ -329,14 +329,14 @@ def test_a_layer_that_changes_before_its_output_is_used(change: Callable[[Any], 
         return F.relu(m.bn(y))
 
     model = Net(body)
-    fuse(model)
+    use_engine(model)
     with pytest.raises(RuntimeError, match="changed in place"):
         model(normal(8, 3, 6, 6))
 
 
 def test_going_back_twice() -> None:
     model = Net(USES["residual_block"])
-    fuse(model)
+    use_engine(model)
     x = normal(8, 3, 6, 6).requires_grad_()
     loss = model(x).square().sum()
     first = torch.autograd.grad(loss, [x, *model.parameters()], retain_graph=True)
@@ -349,7 +349,7 @@ def test_going_back_twice() -> None:
 def test_a_traced_model(name: str) -> None:
     model = Net(USES[name]).eval()
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     traced = make_fx(model)(normal(8, 3, 6, 6))
     x = normal(8, 3, 6, 6, seed=1)
     assert_close(traced(x).detach(), reference(x).detach())  # not what was seen while tracing
@@ -357,7 +357,7 @@ def test_a_traced_model(name: str) -> None:
 
 def test_autocast_runs_in_float32() -> None:
     model = Net(USES["residual_block"]).float()
-    fuse(model)
+    use_engine(model)
     model.eval()
     x = normal(8, 3, 6, 6, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -371,7 +371,7 @@ def test_autocast_runs_in_float32() -> None:
 def test_a_compiled_fused_model() -> None:
     model = Net(USES["residual_block"])
     reference = plain(model)
-    fuse(model)
+    use_engine(model)
     torch.compiler.reset()
     try:
         compiled = torch.compile(model, backend="aot_eager")
@@ -398,7 +398,7 @@ def test_a_fused_model_with_a_compiled_part() -> None:
         model[0] = torch.compile(part, backend="aot_eager")
     except RuntimeError as error:
         pytest.skip(f"torch.compile is unavailable: {error}")
-    fuse(model)
+    use_engine(model)
     x = normal(8, 3, 6, 6)
     y, expected = model(x), reference(x)
     assert_close(y.detach(), expected.detach(), 1e-9)

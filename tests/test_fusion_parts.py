@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import rewire
 from fused import assert_close, grads_of, marks, normal
 from rewire.nn import promises
-from rewire.nn.fusion import fuse, unfuse
+from rewire import use_engine
 from rewire.nn.layer import ConnectedLayer
 
 pytestmark = marks
@@ -88,15 +88,15 @@ def nodes(tensor: Tensor) -> collections.Counter[str]:
 def by_itself(net: Any) -> Any:
     """A copy of a part, as if it had been converted alone."""
     alone = copy.deepcopy(net)
-    unfuse(alone)
-    fuse(alone)
+    use_engine(alone, False)
+    use_engine(alone)
     return alone
 
 
 def same_run(net: Any, x: Tensor) -> None:
     """Values, nodes and all gradients are those of the net by itself, and the gradients its twin's."""
     alone, apart = by_itself(net), copy.deepcopy(net)
-    unfuse(apart)
+    use_engine(apart, False)
     dense = rewire.densify(copy.deepcopy(net))
     outs = [model(x) for model in (net, alone, apart, dense)]
     assert nodes(outs[0]) == nodes(outs[1])
@@ -151,10 +151,10 @@ def test_a_part_of_a_running_model_starts_nothing(monkeypatch: pytest.MonkeyPatc
 def test_layers_and_parts_without_sparse_layers_are_called_as_always() -> None:
     net = converted().net
     net.extra = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Identity()))
-    fuse(net)
+    use_engine(net)
     with_call = {name for name, part in net.named_modules() if "_call_impl" in vars(part)}
     assert with_call == {"", "stem", "blocks", "blocks.0", "blocks.1"}
-    unfuse(net)
+    use_engine(net, False)
     assert not any("_call_impl" in vars(part) for part in net.modules())
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from rewire.nn.fusion import unfuse
+from rewire import use_engine
 from rewire.ops.norms import Owed
 
 Forward = Callable[["Net", Tensor], Tensor]
@@ -200,7 +200,7 @@ def test_hooks_that_would_never_be_called_are_refused(hook: str) -> None:
     sparse, dense = pair(late)
     with pytest.raises(RuntimeError, match="register hooks before it is used"):
         sparse(inputs()[0])
-    rewire.nn.fusion.unfuse(sparse)
+    rewire.nn.fusion.use_engine(sparse, False)
     torch.testing.assert_close(sparse(inputs()[0]), dense(inputs()[0]))
 
 
@@ -370,7 +370,7 @@ def test_optimizer_steps_inside_a_backward_pass() -> None:
 @pytest.mark.parametrize("distribution", ["uniform", "grabo", "graest"])
 def test_rewiring_is_that_of_a_model_without_fusion(distribution: str) -> None:
     models = [pair(residual)[0] for _ in range(2)]
-    unfuse(models[1])
+    use_engine(models[1], False)
     x = inputs()[0].detach()
     for model in models:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)

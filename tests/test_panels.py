@@ -18,7 +18,7 @@ from fused import Net, NewPanels, assert_close, assert_same, normal
 from fused_uses import USES
 from rewire import SparseConv2d, ops
 from rewire.nn import promises
-from rewire.nn.fusion import fuse, unfuse
+from rewire import use_engine
 from rewire.ops import layout, native
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
@@ -111,7 +111,7 @@ def test_models_at_the_width_of_the_machine(name: str, dtype: torch.dtype, isa: 
         return
     model = Net(USES[name]).float()
     apart = Net(USES[name]).float()
-    fuse(model)
+    use_engine(model)
     x = normal(2 * width(dtype), 3, 6, 6, dtype=dtype)
     ours, right = model(x), apart(x)
     torch.testing.assert_close(ours, right, rtol=1e-4, atol=1e-4)
@@ -231,7 +231,7 @@ def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(seen[0], others, strict=True))
 
 
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_a_probe_sees_ordinary_images() -> None:
     """A rewiring takes its gradients from the input and output gradient of a layer."""
     seen: list[list[Tensor]] = []
@@ -270,16 +270,16 @@ RESIDUALS: dict[str, Callable[[Any, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", RESIDUALS)
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_residual_sums(name: str) -> None:
     """Their results have a second output for the next sum, whose gradient comes by itself."""
     assert_same(Net(lambda m, x: RESIDUALS[name](m, F.relu(m.bn(m.conv(x))))))
 
 
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_a_residual_sum_without_a_backward_pass_is_not_kept() -> None:
     model = Net(lambda m, x: block(m, block(m, F.relu(m.bn(m.conv(x))))))
-    fuse(model)
+    use_engine(model)
     gc.collect()
     gc.disable()
     try:
@@ -300,12 +300,12 @@ def held(body: Callable[[Any, Tensor, Any], Any]) -> tuple[Any, Any]:
     for fused in (True, False):
         model = Net(lambda m, x: body(m, m.conv(x), m.conv2))
         if fused:
-            fuse(model)
+            use_engine(model)
         results.append(model(normal(8, 3, 6, 6)))
     return results[0], results[1]
 
 
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_gradients_of_what_a_layer_has_read() -> None:
     def hooked(m: Any, y: Tensor, conv: Any) -> list[Tensor]:
         seen: list[Tensor] = []
@@ -327,7 +327,7 @@ def test_gradients_of_what_a_layer_has_read() -> None:
 
 
 @pytest.mark.parametrize("late", ["retain_grad", "autograd.grad", "hook"])
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_what_comes_too_late_is_refused(late: str) -> None:
     def body(m: Any, y: Tensor, conv: Any) -> Any:
         if late == "hook":
@@ -341,7 +341,7 @@ def test_what_comes_too_late_is_refused(late: str) -> None:
         held(body)
 
 
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_five_dimensions_that_are_none_of_ours() -> None:
     """The output of a linear layer may look like panels."""
 
@@ -375,7 +375,7 @@ def block_of(m: Any, end: str, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("end", ["convolution", "batch norm", "rectified", "residual", "pooled"])
 @pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_checkpointed_blocks(end: str, reentrant: bool) -> None:
     """Whatever a block ends in, its gradients arrive."""
     results = []
@@ -390,7 +390,7 @@ def test_checkpointed_blocks(end: str, reentrant: bool) -> None:
         for bn in (model.bn, model.bn2):
             bn.track_running_stats = False  # a checkpointed block runs twice
             bn.running_mean = bn.running_var = None
-        fuse(model)
+        use_engine(model)
         out = model(normal(8, 3, 6, 6).requires_grad_())
         out.square().sum().backward()
         results.append([out.detach(), *(p.grad for p in model.parameters())])
@@ -401,7 +401,7 @@ def test_checkpointed_blocks(end: str, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("panels", [True, False])
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 def test_what_is_not_recorded_has_no_gradient(
     panels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

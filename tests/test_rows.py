@@ -155,7 +155,7 @@ def test_a_probe_sees_the_input_and_the_gradient_behind_the_rectifier(isa: str, 
     assert torch.equal(seen[1], case.dy * (y > 0) if relu else case.dy)
 
 
-@pytest.mark.usefixtures("promise_always")
+@pytest.mark.usefixtures("small_panels")
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.ReLU(inplace=True), nn.GELU(), nn.Identity()])
 def test_a_converted_perceptron_of_sequences_agrees_with_dense(activation: nn.Module) -> None:
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from torch.autograd import gradgradcheck
 from fused import assert_close, normal
 from products import LINEAR, Case, make
 from rewire import SparseConv2d, SparseLinear, ops
-from rewire.nn.fusion import fuse
+from rewire import use_engine
 from rewire.ops import Convolution
 
 CONVOLUTIONS = [
@@ -129,7 +129,7 @@ def test_an_input_that_depends_on_the_weights() -> None:
     """Direct dependence alone is the function's own; autograd sees to the other."""
     layer = SparseLinear(5, 5, sparsity=0.5, generator=torch.Generator().manual_seed(0)).double()
     model = nn.Sequential(layer, nn.ReLU(), layer, nn.ReLU())
-    fuse(model)
+    use_engine(model)
     values, bias, c = layer.values, layer.bias, layer.connections
 
     def dense(x: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from rewire import distributed
 from rewire.averaging import EMA
 from rewire.connections import Connections
+from rewire.engine import use_engine
 from rewire.methods import (
     DSR,
     GSE,
@@ -84,4 +85,5 @@ __all__ = [
     "sparsify",
     "summary",
     "synflow",
+    "use_engine",
 ]

@@ -13,8 +13,8 @@ from torch.optim.swa_utils import AveragedModel
 
 from rewire.connections import Connections
 from rewire.conversion import replace
+from rewire.engine import use_engine
 from rewire.nn import copies
-from rewire.nn.fusion import fuse
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.masked import MaskedLayer
 from rewire.nn.sparse import SparseLayer
@@ -202,7 +202,7 @@ def bring(averaged: nn.Module, model: nn.Module) -> None:
     if handed_over:
         replace(averaged, handed_over)
         inner = getattr(averaged, "module", averaged)
-        fuse(inner if isinstance(inner, nn.Module) else averaged)
+        use_engine(inner if isinstance(inner, nn.Module) else averaged)
 
 
 def _equal(a: Connections, b: Connections) -> bool:

@@ -26,9 +26,9 @@ from rewire.conversion import (
     size_of,
     wanted_of,
 )
+from rewire.engine import use_engine
 from rewire.nn.attention import SparseMultiheadAttention, allow_fused_path
 from rewire.nn.conv import SparseConv2d, conv_arguments
-from rewire.nn.fusion import fuse, unfuse
 from rewire.nn.linear import SparseLinear
 from rewire.nn.masked import MaskedConv2d, MaskedLinear
 from rewire.nn.sparse import largest
@@ -47,6 +47,7 @@ def sparsify(
     storage: str = "sparse",
     keep_dense: str | Iterable[str] = (),
     seed: int = 0,
+    engine: bool = True,
 ) -> M:
     """Convert every ``nn.Linear`` and ``nn.Conv2d`` of a model, in place, into its sparse form.
 
@@ -93,6 +94,8 @@ def sparsify(
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone; no
             warning mentions them.
         seed: what is drawn for a layer depends on this and its name, and on no global state.
+        engine: let the model record its layers and run them together (:func:`rewire.use_engine`);
+            masked layers are dense, and run one by one.
 
     Returns:
         The model; if the model is itself such a layer, the sparse layer.
@@ -161,7 +164,7 @@ def sparsify(
     model = replace(open_attentions(model, apart, but=sparse), sparse)
     block_fused_paths(model)
     if storage == "sparse" and model not in sparse.values():
-        fuse(model)
+        use_engine(model, engine)
     return model
 
 
@@ -178,7 +181,7 @@ def densify(model: M) -> M:
         )
     """
     dense: dict[nn.Module, nn.Module] = {}
-    unfuse(model)
+    use_engine(model, False)
     for module in model.modules():
         allow_fused_path(module)
         if isinstance(module, SparseLinear | SparseConv2d | MaskedLinear | MaskedConv2d):

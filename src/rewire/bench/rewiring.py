@@ -22,7 +22,7 @@ from torch import Tensor
 from rewire import GSE, Connections, Rewirer, Site, SparseLinear, sampling
 from rewire.bench.timing import Tick, interleaved, no_collections
 from rewire.ops import layout
-from rewire.ops.products import LINEAR
+from rewire.ops.reference import LINEAR
 from rewire.ops.sampling import Stream
 from rewire.sampling import DISTRIBUTIONS, DRAWS, Batch
 

@@ -25,7 +25,7 @@ from rewire import SparseConv2d, SparseLinear
 from rewire.bench import limits, peers
 from rewire.bench.case import CSR, DENSE, FORWARD, INFERENCE, OURS, TRAINING, Functions, Groups
 from rewire.bench.timing import Function
-from rewire.nn.fusion import fuse
+from rewire.engine import use_engine
 from rewire.ops import layout
 
 LAYERS = 4  # of a chain
@@ -148,7 +148,7 @@ def _linears(width: int, count: int, sparsity: float) -> nn.Sequential:
         return nn.Sequential(layer)
     copies = [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
     chain = nn.Sequential(*(module for each in copies for module in (each, nn.ReLU())))
-    fuse(chain)
+    use_engine(chain)
     return chain
 
 

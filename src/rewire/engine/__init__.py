@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from rewire.engine import parse  # noqa: F401 (fills the table of functions)
-from rewire.engine.scope import NORMS, before_batch_norm, enter, leave
-
 _HANDLES = "_rewire_engine"
 
 __all__ = ["use_engine"]
@@ -29,10 +26,10 @@ def use_engine(model: nn.Module, on: bool = True) -> None:
         model: has sparse layers somewhere inside.
         on: False runs all layers one by one.
     """
-    from rewire.nn.fusion import unfuse  # layers know the engine
-    from rewire.nn.sparse import SparseLayer
+    from rewire.engine import parse  # noqa: F401 (fills the table of functions)
+    from rewire.engine.scope import NORMS, before_batch_norm, enter, leave
+    from rewire.nn.sparse import SparseLayer  # layers know the engine
 
-    unfuse(model)
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()

@@ -11,8 +11,9 @@ from torch import Tensor
 from rewire.engine import private
 from rewire.engine.graph import Graph
 from rewire.engine.lazy import data_of
-from rewire.engine.ops import Data, Run, interpret
+from rewire.engine.ops import interpret
 from rewire.engine.planned import Planned
+from rewire.engine.run import Data, Run
 from rewire.ops import native
 
 

@@ -11,7 +11,7 @@ from rewire.engine.parse import No, dtype_of, shape_of
 from rewire.engine.region import Region
 from rewire.engine.scope import active, recording
 from rewire.ops import products
-from rewire.ops.reference import Convolution
+from rewire.ops.reference import LINEAR, Convolution
 
 
 def conv2d(layer: Any, x: Any) -> Any:
@@ -49,7 +49,7 @@ def linear(layer: Any, x: Any) -> Any:
         return No
     if 0 in shape or layer.out_features < 1:
         return No
-    products.check_layer(products.LINEAR, shape[1], values.dtype, values, bias, topology)
+    products.check_layer(LINEAR, shape[1], values.dtype, values, bias, topology)
     attrs = ir.Linear(len(region.topologies), layer.probe is not None)
     out = (shape[0], layer.out_features)
     return _layer(region, "linear", attrs, layer, (x, values, bias), out, topology)

@@ -5,10 +5,8 @@ How torch functions become nodes is in :mod:`rewire.engine.parse`.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,47 +14,9 @@ from torch import Tensor
 
 from rewire import ops
 from rewire.engine import graph as ir
-from rewire.ops import channels, layout
-from rewire.ops.eager import Probe
-from rewire.ops.reference import Convolution
-from rewire.ops.topology import Topology
-
-
-class Data(NamedTuple):
-    """What nodes refer to by an index, beside the tensors that are inputs of the graph."""
-
-    topologies: Sequence[Topology]
-    scalars: Sequence[float | int]
-    probes: Sequence[Probe | None]  # one for each topology
-    effects: bool  # whether running statistics are updated
-
-
-class Run:
-    """The data of one run of a graph.
-
-    Attributes:
-        tensors: the graph's inputs; in the backward pass None for running statistics that the forward
-            pass has updated.
-        data: topologies, scalars and probes.
-        arena: what the forward pass has left for the backward pass.
-        lock: held by a backward pass, which uses a part of the arena.
-    """
-
-    def __init__(self, tensors: Sequence[Tensor | None], data: Data) -> None:
-        self.tensors, self.data = tensors, data
-        self.arena: Tensor | None = None
-        self.lock = threading.Lock()
-
-
-@lru_cache(maxsize=1024)
-def convolution(
-    kernel: tuple[int, int],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-) -> Convolution:
-    """The one object with these sizes: they are compared by identity elsewhere."""
-    return Convolution(kernel, stride, padding, dilation)
+from rewire.engine.run import Data
+from rewire.ops import layout, native
+from rewire.ops.reference import convolution
 
 
 def _conv2d(a: ir.Conv, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -97,11 +57,27 @@ def _dropout(a: ir.Dropout, data: Data, x: Tensor) -> Tensor:
     return dropout(x, a.p, int(data.scalars[a.seed]))
 
 
+class _Dropout(torch.autograd.Function):
+    """The noise of an element depends on its place in batch-last memory."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, seed: int) -> Tensor:
+        ctx.p, ctx.seed = p, seed
+        x, module, kernels = layout.to_batch_last(x), native.module(), native.kernels(x)
+        y = layout.empty(tuple(x.shape), x)
+        step = module.Dropout(length=x.numel(), probability=p, seed=0, x=0, y=1)
+        native.run_step(kernels, step, (x, y), (seed,))
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        return dropout(dy, ctx.p, ctx.seed), None, None  # it is linear
+
+
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """``F.dropout`` with the noise of a seed."""
-    if not layout.is_batch_last(x):
-        x = torch.empty_strided(x.shape, layout.strides(tuple(x.shape)), dtype=x.dtype).copy_(x)
-    return channels.apply(channels._Dropout, x, p, seed)
+    y: Tensor = _Dropout.apply(x, p, seed)  # type: ignore[no-untyped-call]
+    return y
 
 
 Eager = Callable[..., Tensor]

@@ -19,7 +19,6 @@ from rewire.engine import private
 from rewire.engine.lazy import HANDLERS, LazyTensor
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
-from rewire.ops import pooling
 
 No = NotImplemented
 
@@ -184,19 +183,26 @@ def _avg_pool2d(
     )
 
 
-def _pool(x: Any, kernel: Any, stride: Any, padding: Any) -> Any:
-    """Kernel, stride, padding, and the shape that comes out."""
+def _pool(x: Any, kernel_size: Any, stride: Any, padding: Any) -> Any:
+    """Kernel, stride, padding, and the shape that comes out; None if torch should see to it."""
     shape = shape_of(x)
     if len(shape) != 4 or 0 in shape:
         return None
-    try:
-        found = pooling.sizes(shape, kernel, stride, padding)
-    except (TypeError, ValueError):
+    kernel, pad = _pair(kernel_size), _pair(padding)
+    step = kernel if stride is None or stride == [] or stride == () else _pair(stride)
+    if kernel is None or step is None or pad is None or min(*kernel, *step) < 1 or min(pad) < 0:
         return None
-    if found is None:
+    if kernel[0] * kernel[1] > 255 or 2 * pad[0] > kernel[0] or 2 * pad[1] > kernel[1]:
         return None
-    sizes, out = found
-    return sizes[:2], sizes[2:4], sizes[4:], (*shape[:2], *out)
+    out = tuple((shape[2 + a] + 2 * pad[a] - kernel[a]) // step[a] + 1 for a in (0, 1))
+    return None if min(out) < 1 else (kernel, step, pad, (*shape[:2], *out))
+
+
+def _pair(value: Any) -> tuple[int, int] | None:
+    pair = tuple(value) if isinstance(value, (tuple, list)) else (value, value)
+    if len(pair) == 1:
+        pair *= 2
+    return pair if len(pair) == 2 and all(type(n) is int for n in pair) else None
 
 
 def _adaptive_avg_pool2d(input: Any, output_size: Any) -> Any:

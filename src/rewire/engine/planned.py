@@ -14,11 +14,11 @@ from torch import Tensor
 
 from rewire.engine.graph import Graph
 from rewire.engine.lowering import lower
-from rewire.engine.ops import Run, convolution
 from rewire.engine.plan import Buffer, Layout, Role, Step
 from rewire.engine.rules import PRODUCTS
+from rewire.engine.run import Run
 from rewire.ops import layout, native
-from rewire.ops.products import LINEAR
+from rewire.ops.reference import LINEAR, convolution
 from rewire.ops.topology import Topology
 
 _ABSENT = -1
@@ -130,6 +130,14 @@ class Planned:
         self._forward.run([*self._given(run), *outputs], run)
         return outputs
 
+    def prepare(self, run: Run) -> None:
+        """Instead of :meth:`forward`, for the backward pass of a single layer: only move its input to
+        where the backward pass reads it."""
+        steps = self.plan.forward
+        last = next(at for at, step in enumerate(steps) if step.node >= 0)
+        run.arena = self._empty((-(-self.plan.arena // self._like.element_size()),))
+        self._forward.run([*self._given(run), *[None] * len(self.graph.outputs)], run, 0, last)
+
     def backward(
         self, run: Run, grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
@@ -142,7 +150,7 @@ class Planned:
         found: list[Tensor | None] = [None] * len(self.graph.inputs)
         for role, number in self._backward.external:
             if role is Role.INPUT_GRAD:
-                found[number] = self._empty(self.graph.inputs[number].shape)
+                found[number] = self._empty(tuple(run.tensors[number].shape))  # type: ignore[union-attr]
         tensors = [*self._given(run), *given, *found]
         with run.lock:  # the arena has room for one backward pass
             first = 0

@@ -13,10 +13,10 @@ from torch import Tensor
 from rewire.engine import private
 from rewire.engine.graph import VIEWS, InputMeta, root
 from rewire.engine.lazy import LazyTensor, Shadow, ShadowBackward, data_of, make
-from rewire.engine.ops import EAGER, Data, interpret, reads
+from rewire.engine.ops import EAGER, interpret, reads
 from rewire.engine.parts import Run
+from rewire.engine.run import Data, Probe
 from rewire.ops import native
-from rewire.ops.eager import Probe
 from rewire.ops.topology import Topology
 
 _shadow: Callable[..., LazyTensor] = super(torch.autograd.Function, Shadow).apply

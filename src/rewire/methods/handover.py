@@ -8,7 +8,7 @@ from torch.optim import Optimizer
 
 from rewire import optim
 from rewire.conversion import carry_over, replace
-from rewire.nn.fusion import fuse
+from rewire.engine import use_engine
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.masked import MaskedConv2d, MaskedLinear
 
@@ -37,7 +37,7 @@ def hand_over(model: nn.Module, optimizer: Optimizer) -> dict[nn.Module, Connect
         new[layer] = sparse
     replace(model, new)
     if new:
-        fuse(model)
+        use_engine(model)
     return new
 
 

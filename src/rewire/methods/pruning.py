@@ -20,8 +20,8 @@ from rewire.conversion import (
     plan,
     replace,
 )
+from rewire.engine import use_engine
 from rewire.methods.arguments import check_choice
-from rewire.nn.fusion import fuse
 from rewire.ops.sampling import select
 from rewire.sparsify import pruned
 
@@ -138,5 +138,5 @@ def make_sparse(model: M, layers: Layers, masks: Mapping[str, Tensor]) -> M:
     model = replace(model, new)
     block_fused_paths(model)
     if model not in new.values():
-        fuse(model)
+        use_engine(model)
     return model

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,13 +12,8 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.engine import layers
 from rewire.engine.lazy import ordinary
-from rewire.nn import promises
 from rewire.nn.linear import _from_csr
-from rewire.nn.promises import inner, settled
 from rewire.nn.sparse import SparseLayer, keep_mask
-from rewire.nn.state import hooked
-from rewire.ops import channels, eager, layout, products
-from rewire.ops.norms import Norm
 from rewire.ops.reference import Convolution
 
 
@@ -161,69 +154,10 @@ class SparseConv2d(SparseLayer, ConvShape):
         if (lazy := layers.conv2d(self, x)) is not NotImplemented:
             return lazy  # type: ignore[no-any-return]
         x = ordinary(x)
-        with torch._C.DisableTorchFunction():
-            self._check_image(x)
-            running = promises.running()
-            reads, norm = self._source(x, running)
-            image = reads[0]
-            values, bias, _ = parts = self.parts
-            conv, probe = self.sizes, self.probe
-            layer = (*parts, conv)
-            if x.dim() == 3:
-                return ops.conv2d(image.unsqueeze(0), *layer, probe=probe).squeeze(0)
-            run = partial(ops.conv2d, image, *layer, norm=norm, probe=probe)
-            if not running:
-                return run()
-            shape = products.output_shape(conv, layout.image_shape(image), self.out_channels)
-            small = min(shape) < 1 or not promises.pays(shape, image, values)
-            if small and not layout.is_panels(image):
-                return run()
-            products.check(conv, image, *layer[:3])
-            if small:
-                products.check_image(conv, image)
-                return run(checked=True)
-            own = (values,) if bias is None else (values, bias)
-
-            def again(given: Sequence[Tensor]) -> Tensor:
-                values, *rest = given[len(reads) :]
-                return ops.conv2d(
-                    *(given[0], values, rest[0] if rest else None, *layer[2:]),
-                    norm=None if norm is None else norm.over(given[1:]),
-                    probe=probe,
-                    checked=True,
-                )
-
-            return promises.promise(
-                *(shape, (image, *reads[1:], *own)),
-                lambda relu, panels: run(relu=relu, panels=panels, checked=True),
-                again,
-                measure=lambda moments: run(moments=moments, panels=True, checked=True),
-                leaves=None if norm is None else norm.owed,
-            )
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of an input of this shape that the kernels can read as it is; None if it is none."""
-        if len(shape) != 4 or shape[1] != self.in_channels or self._pad_first is not None:
-            return None
-        return products.output_shape(self.sizes, shape, self.out_channels)
-
-    def source(self, x: Tensor) -> tuple[Tensor, Norm | None]:
-        """What the kernels read where the input is ``x``, and the batch norm that they do on the way."""
-        (image, *_), norm = self._source(x, promises.running())
-        if norm is not None and not eager.takes_norm(image, self.values):
-            return channels.batch_norm(image, norm), None
-        return image, norm
-
-    def _source(self, x: Tensor, running: bool) -> tuple[tuple[Tensor, ...], Norm | None]:
-        """The tensors that the input is made from, the first of them what the kernels read, and the
-        batch norm that they do on the way; ``running`` says that a converted model runs."""
-        running = running and self._pad_first is None and not hooked()
-        behind = promises.normalized(x) if running and self.probe is None else None
-        if behind is not None:
-            source = behind[0][0]
-            if len(layout.image_shape(source)) == 4 and source.dtype == self.values.dtype:
-                return behind
-        return (inner(x) if running else self._padded(settled(x)),), None
+        self._check_image(x)
+        image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
+        y = ops.conv2d(image, *self.parts, self.sizes, probe=self.probe)
+        return y if x.dim() == 4 else y.squeeze(0)
 
     def extra_repr(self) -> str:
         return f"{self._described(self.bias is not None)}, {super().extra_repr()}"

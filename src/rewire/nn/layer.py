@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from rewire.connections import Connections
-from rewire.ops.eager import Probe
+from rewire.engine.run import Probe
 
 
 class ConnectedLayer(nn.Module, ABC):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -11,9 +9,7 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.engine import layers
 from rewire.engine.lazy import ordinary
-from rewire.nn import promises
 from rewire.nn.sparse import SparseLayer, keep_mask
-from rewire.ops.norms import Norm
 
 
 class SparseLinear(SparseLayer):
@@ -56,64 +52,17 @@ class SparseLinear(SparseLayer):
         """(..., in_features) to (..., out_features)."""
         if (lazy := layers.linear(self, x)) is not NotImplemented:
             return lazy  # type: ignore[no-any-return]
-        x = promises.settled(ordinary(x))
-        with torch._C.DisableTorchFunction():
-            if x.shape[-1:] != (self.in_features,):
-                raise ValueError(
-                    f"expected an input with {self.in_features} features in its last dimension, "
-                    f"got shape {tuple(x.shape)}"
-                )
-            if x.dim() == 2:
-                return self._samples(x)
-            return self._sequences(x)
-
-    def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Of samples of this shape; None if they are none."""
-        fits = len(shape) == 2 and shape[1] == self.in_features
-        return (shape[0], self.out_features) if fits else None
-
-    def source(self, x: Tensor) -> tuple[Tensor, Norm | None]:
-        """What the kernels read where the input is ``x``, and the batch norm that they do on the way."""
-        return promises.settled(x), None
-
-    def _samples(self, x: Tensor) -> Tensor:
-        """One leading dimension: the output, or its promise while a converted model runs. Inside a model
-        it is batch-last, for what follows; a layer by itself answers in the memory it was given."""
-        layer, shape = self.parts, (x.shape[0], self.out_features)
-        probe = self.probe
-        if not promises.worthwhile(shape, x, self.values):
-            inside = promises.running() or torch.compiler.is_compiling()
-            row_major = not inside and x.is_contiguous()
-            return ops.linear(x, *layer, row_major=row_major, probe=probe)
-        return promises.promise(
-            shape,
-            (x, *self._parameters_used()),
-            lambda rectify, _: ops.linear(x, *layer, relu=rectify, probe=probe),
-            lambda given: ops.linear(*_parts(given), layer[2], probe=probe),
-        )
-
-    def _sequences(self, x: Tensor) -> Tensor:
-        """Any number of leading dimensions. What surrounds such a layer (normalisation, attention)
-        wants rows."""
+        x = ordinary(x)
+        if x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"expected an input with {self.in_features} features in its last dimension, "
+                f"got shape {tuple(x.shape)}"
+            )
+        if x.dim() == 2:
+            return ops.linear(x, *self.parts, probe=self.probe)
         rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-        shape = (*x.shape[:-1], self.out_features)
-        layer, probe = self.parts, self.probe
-
-        def compute(rectify: bool, _: bool = False) -> Tensor:
-            y = ops.linear(rows, *layer, row_major=True, relu=rectify, probe=probe)
-            return y.view(shape)
-
-        if not promises.worthwhile(shape, x, self.values):
-            return compute(False)
-
-        def again(given: Sequence[Tensor]) -> Tensor:
-            x, values, bias = _parts(given)
-            rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-            return ops.linear(rows, values, bias, layer[2], row_major=True, probe=probe).view(shape)
-
-        return promises.promise(
-            *(shape, (x, *self._parameters_used()), compute, again), row_major=True
-        )
+        y = ops.linear(rows, *self.parts, probe=self.probe)
+        return y.view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
@@ -182,12 +131,6 @@ class SparseLinear(SparseLayer):
         """The layer of a sparse CSR weight, out x in."""
         connections, values = _from_csr(weight)
         return cls._with_values(connections, values, bias)
-
-
-def _parts(given: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Input, values and bias, which may not be there."""
-    x, values, *rest = given
-    return x, values, rest[0] if rest else None
 
 
 def _from_csr(weight: Tensor) -> tuple[Connections, Tensor]:

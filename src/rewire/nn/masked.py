@@ -15,14 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire.connections import Connections
-from rewire.nn import promises
+from rewire.engine.lazy import ordinary
+from rewire.engine.run import Probe
 from rewire.nn.conv import ConvShape, SparseConv2d, flatten, unflatten
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.linear import SparseLinear
-from rewire.ops import differentiable
-from rewire.ops.eager import Probe
-from rewire.ops.products import LINEAR
-from rewire.ops.reference import Convolution
+from rewire.ops.eager import refuse_second_derivatives
+from rewire.ops.reference import LINEAR, Convolution
 
 
 class MaskedLayer(ConnectedLayer):
@@ -127,7 +126,7 @@ class _Watched(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> Any:
         (x,) = ctx.saved_tensors
         if torch.is_grad_enabled():
-            differentiable.refuse_probe()
+            refuse_second_derivatives()
         ctx.probe(ctx.conv, x, dy.to(x.dtype))
         return dy, None, None, None
 
@@ -170,6 +169,7 @@ class MaskedLinear(MaskedLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
+        x = ordinary(x)
         y = F.linear(x, self.effective, self.bias)
         if self.probe is None or not y.requires_grad:
             return y
@@ -249,7 +249,7 @@ class MaskedConv2d(MaskedLayer, ConvShape):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
-        x = promises.settled(x)
+        x = ordinary(x)
         self._check_image(x)
         image = self._padded(x if x.dim() == 4 else x.unsqueeze(0))
         sizes = self.sizes

@@ -13,8 +13,7 @@ from rewire.connections import Connections
 from rewire.nn import copies
 from rewire.nn.layer import ConnectedLayer
 from rewire.ops import topology
-from rewire.ops.products import LINEAR
-from rewire.ops.reference import Convolution
+from rewire.ops.reference import LINEAR, Convolution
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
@@ -191,9 +190,6 @@ class SparseLayer(ConnectedLayer):
         new.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         copies.note(self, new)
         return new
-
-    def _parameters_used(self) -> tuple[Tensor, ...]:
-        return (self.values,) if self.bias is None else (self.values, self.bias)
 
 
 def _put(parameter: nn.Parameter, data: Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import types
 import warnings
-from collections.abc import Callable
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -112,30 +112,16 @@ def integers(count: int) -> Tensor:
     return from_capsule(_module.f32.empty((count,), (1,))).view(torch.int32)
 
 
-@lru_cache(maxsize=1024)
-def geometry(*sizes: int) -> Any:
-    """batch, in channels, height, width, out channels, out height, out width, then kernel,
-    stride, padding and dilation (height and width each), the width of a panel, and whether input and
-    output are in panels."""
-    return module().Geometry(*sizes)
-
-
-@lru_cache(maxsize=1024)
-def pool(*sizes: int, count_padding: bool = True, in_panels: bool = False) -> Any:
-    """How many panels there are (1 where images are batch-last), samples in each, channels, height, width,
-    out height, out width, then kernel, stride and padding (height and width each)."""
-    return module().Pool(*sizes, count_padding, in_panels)
-
-
-@lru_cache(maxsize=1024)
-def images(panels: int, channels: int, height: int, width: int, panel: int) -> Any:
-    """The sizes of images in panels, in the order of their shape."""
-    return module().Images(panels, channels, height, width, panel)
-
-
 def threads() -> int:
     """How many threads a kernel may use."""
     return torch.get_num_threads()
+
+
+def run_step(kernels: Any, step: Any, tensors: Sequence[Tensor], seeds: Sequence[int] = ()) -> None:
+    """Run one step over tensors, which its operands number."""
+    plan = kernels.Plan([step], [module().External() for _ in tensors], 0)
+    addresses, elements = [t.data_ptr() for t in tensors], [t.numel() for t in tensors]
+    plan.run(0, 1, addresses, elements, 0, 0, [], list(seeds), threads())
 
 
 def address(x: Tensor | None) -> int:

@@ -3,15 +3,13 @@ rules: this is what ``torch.compile``, ``torch.jit.trace`` and dispatch modes se
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rewire.ops import flop_formulas, layout, products, rows
-from rewire.ops.products import LINEAR
-from rewire.ops.reference import Convolution
+from rewire.ops import flop_formulas, products
+from rewire.ops.reference import LINEAR, Convolution, convolution
 from rewire.ops.topology import Topology
 
 _TOPOLOGY = "Tensor indptr, Tensor indices, Tensor slots, Tensor outputs, Tensor order"
@@ -19,13 +17,8 @@ _CONV = "int[] kernel, int[] stride, int[] padding, int[] dilation"
 _library = torch.library.Library("rewire", "FRAGMENT")
 
 
-@lru_cache(maxsize=1024)
-def _interned(*sizes: tuple[int, int]) -> Convolution:
-    return Convolution(*sizes)
-
-
 def _conv(*sizes: list[int]) -> Convolution:
-    return _interned(*((a, b) for a, b in sizes))
+    return convolution(*((a, b) for a, b in sizes))
 
 
 def _checked_backward(
@@ -38,20 +31,15 @@ def _checked_backward(
 ) -> tuple[Tensor, ...]:
     products.check(conv, x, values, None, topology)
     products.check_gradient(conv, dy, x, topology.indptr.numel() - 1)
-    grads = products.backward(conv, dy, x, values, topology, needs)[:3]
+    grads = products.backward(conv, dy, x, values, topology, needs)
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
 
 
 def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -> Tensor:
-    *tensors, row_major = topology
-    a = Topology(*tensors)
     products.check_dims(x, 2, "linear")
     products.refuse_tangents()
-    products.check(LINEAR, x, values, bias, a)
-    if row_major and rows.usable(x):
-        return rows.forward(x, values, bias, a)
-    y = products.forward(LINEAR, layout.to_batch_last(x), values, bias, a)
-    return layout.to_row_major(y) if row_major else y
+    products.check(LINEAR, x, values, bias, Topology(*topology))
+    return products.forward(LINEAR, x, values, bias, Topology(*topology))
 
 
 def _linear_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -69,7 +57,7 @@ def _conv2d_op(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Te
     products.refuse_tangents()
     products.check(conv, x, values, bias, topology)
     products.check_image(conv, x)
-    return products.forward(conv, layout.to_batch_last(x), values, bias, topology)
+    return products.forward(conv, x, values, bias, topology)
 
 
 def _conv2d_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -86,23 +74,20 @@ def _conv2d_gradient_at_op(
 def _linear_fake(
     x: Tensor, values: Tensor, bias: Tensor | None, indptr: Tensor, *rest: Any
 ) -> Tensor:
-    n_out = indptr.shape[0] - 1
-    return x.new_empty((x.shape[0], n_out)) if rest[-1] else x.new_empty((n_out, x.shape[0])).t()
+    return x.new_empty((x.shape[0], indptr.shape[0] - 1))
 
 
 def _conv2d_fake(
     x: Tensor, values: Tensor, bias: Tensor | None, indptr: Tensor, *rest: Any
 ) -> Tensor:
     size = _conv(*rest[4:]).output_size(x.shape[2], x.shape[3])
-    return x.new_empty((indptr.shape[0] - 1, *size, x.shape[0])).permute(3, 0, 1, 2)
+    return x.new_empty((x.shape[0], indptr.shape[0] - 1, *size))
 
 
 def _backward_fake(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     needs = rest[-1]
-    shape = (*x.shape[1:], x.shape[0])
-    dx = x.new_empty(shape).permute(-1, *range(x.dim() - 1))
     return (
-        dx if needs[0] else x.new_empty(0),
+        x.new_empty(x.shape) if needs[0] else x.new_empty(0),
         values.new_empty(values.shape) if needs[1] else values.new_empty(0),
         dy.new_empty(dy.shape[1]) if needs[2] else dy.new_empty(0),
     )
@@ -130,7 +115,7 @@ def _grads(ctx: Any, grads: tuple[Tensor, ...], total: int) -> tuple[Tensor | No
 def _linear_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, values, *topology = ctx.saved_tensors
     grads = torch.ops.rewire.linear_backward(dy, x, values, *topology, _needs(ctx))
-    return _grads(ctx, grads, 9)
+    return _grads(ctx, grads, 8)
 
 
 def _conv2d_autograd(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,11 +146,7 @@ def _second_derivatives(
         forward, backward = torch.ops.rewire.conv2d, torch.ops.rewire.conv2d_backward
         last: tuple[Any, ...] = tuple(ctx.sizes)
     else:
-        forward, backward, last = (
-            torch.ops.rewire.linear,
-            torch.ops.rewire.linear_backward,
-            (False,),
-        )
+        forward, backward, last = torch.ops.rewire.linear, torch.ops.rewire.linear_backward, ()
     needs_dy, needs_x, needs_values = ctx.needs_input_grad[:3]
     grad_dy = grad_x = grad_values = None
     if needs_dy:
@@ -194,7 +175,7 @@ def _define(name: str, schema: str, implementation: Any, fake: Any) -> None:
 
 _define(
     "linear",
-    f"Tensor x, Tensor values, Tensor? bias, {_TOPOLOGY}, bool row_major) -> Tensor",
+    f"Tensor x, Tensor values, Tensor? bias, {_TOPOLOGY}) -> Tensor",
     _linear_op,
     _linear_fake,
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,6 +64,21 @@ class _Tap:
     def units(self, x: Tensor, where: tuple[slice, slice]) -> Tensor:
         """(channels, samples): the patches of a tensor as seen through this tap."""
         return x[:, :, where[0], where[1]].transpose(0, 1).flatten(1)
+
+
+LINEAR = Convolution()
+"""A linear layer."""
+
+
+@lru_cache(maxsize=1024)
+def convolution(
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    dilation: tuple[int, int],
+) -> Convolution:
+    """The one object with these sizes."""
+    return Convolution(kernel, stride, padding, dilation)
 
 
 def rows_of(indptr: Tensor) -> Tensor:

@@ -331,22 +331,11 @@ def signs(
 def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tensor:
     """The weight gradient at connections that are given by output unit."""
     products.check_gradient(conv, dy, x, rows.indptr.numel() - 1)
-    kernels = native.kernels(x)
-    if kernels is None:
+    if native.kernels(x) is None:
         outputs, inputs = reference.rows_of(rows.indptr), rows.indices.long()
         image, dy = products.image(x), products.image(dy)
         return reference.weight_gradient(conv, dy, image, outputs.to(x.device), inputs.to(x.device))
-    grad = native.empty(kernels, (rows.indices.numel(),), (1,), x)
-    x, dy = layout.to_batch_last(x), layout.to_batch_last(dy)
-    if dy.numel() == 0:
-        grad.zero_()
-    elif grad.numel():
-        geometry, _ = products.geometry_of(conv, tuple(x.shape), dy.shape[1])
-        kernels.weight_gradient(
-            *(geometry, rows.indptr.data_ptr(), rows.indices.data_ptr()),
-            *(x.data_ptr(), dy.data_ptr(), 0, 0, 0, grad.data_ptr(), 0, native.threads()),
-        )
-    return grad
+    return products.gradient_over(conv, dy, x, rows.indptr, rows.indices)
 
 
 def unit_sums(

@@ -1,0 +1,41 @@
+"""What one run of a graph works on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from rewire.ops.reference import Convolution
+from rewire.ops.topology import Topology
+
+# Called in the backward pass of a layer with its sizes, input and output gradient.
+Probe = Callable[[Convolution, Tensor, Tensor], None]
+
+
+class Data(NamedTuple):
+    """What nodes refer to by an index, beside the tensors that are inputs of the graph."""
+
+    topologies: Sequence[Topology]
+    scalars: Sequence[float | int]
+    probes: Sequence[Probe | None]  # one for each topology
+    effects: bool  # whether running statistics are updated
+
+
+class Run:
+    """The data of one run of a graph.
+
+    Attributes:
+        tensors: the graph's inputs; in the backward pass None for running statistics that the forward
+            pass has updated.
+        data: topologies, scalars and probes.
+        arena: what the forward pass has left for the backward pass.
+        lock: held by a backward pass, which uses a part of the arena.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], data: Data) -> None:
+        self.tensors, self.data = tensors, data
+        self.arena: Tensor | None = None
+        self.lock = threading.Lock()
