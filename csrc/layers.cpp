@@ -286,31 +286,6 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
 }
 
 template <class T>
-void forward_single(const Table<T>& table, const std::vector<Single<T>>& layers, const T* x, T* y, int threads) {
-    const Tile tile{0, 0, 0, 0, 1, 1, 0, 1, 0, 1};
-    int64_t most = 0, used = 1;
-    for (const Single<T>& layer : layers) most = std::max(most, layer.units);
-    const Scratch<T> between[2] = {Scratch<T>(most), Scratch<T>(most)};
-    std::vector<Sum<T>> sums;
-    std::vector<std::vector<int64_t>> cuts;
-    std::vector<int64_t> tasks;
-    for (size_t k = 0; k < layers.size(); k++) {
-        const Single<T>& layer = layers[k];
-        T* const out = k + 1 < layers.size() ? between[k % 2].get() : y;
-        const Entries entries{layer.connections.ptr, layer.connections.indices, 1, 1};
-        sums.push_back({entries, layer.values, x, 1, out, 1, layer.bias, layer.relu, nullptr});
-        // Each connection reads from somewhere else: half as many are worth a thread.
-        cuts.push_back(cut_rows(entries, layer.units, worth(2 * (entries.ptr[layer.units] + layer.units), threads)));
-        tasks.push_back(int64_t(cuts.back().size()) - 1);
-        used = std::max(used, tasks.back());
-        x = out;
-    }
-    parallel_stages(tasks, int(used), [&](size_t k, int64_t b) {
-        table.sum(sums[k], &tile, 1, cuts[k][size_t(b)], cuts[k][size_t(b + 1)]);
-    });
-}
-
-template <class T>
 void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, T* sums, int threads) {
     const int64_t block = 16;
     parallel_for((rows + block - 1) / block, worth(rows * len / 4, threads), [&](int64_t b) {
@@ -354,7 +329,6 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
                                      const Reading<T>&, T*, T*, int);                                               \
     template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
                                const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
-    template void forward_single<T>(const Table<T>&, const std::vector<Single<T>>&, const T*, T*, int);             \
     template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 

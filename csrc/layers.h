@@ -78,17 +78,6 @@ template <class T>
 void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x, const Before<T>&,
                const T* dy, const Reading<T>&, const Gradients<T>&, int threads);
 
-// Linear layers that follow each other, of a single sample.
-template <class T>
-struct Single {
-    int64_t units;  // of the output
-    ByOutput connections;
-    const T *values, *bias;  // the bias may be null
-    bool relu;
-};
-template <class T>
-void forward_single(const Table<T>&, const std::vector<Single<T>>&, const T* x, T* y, int threads);
-
 // sums[r] = sum of the r-th row
 template <class T>
 void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, int threads);

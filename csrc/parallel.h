@@ -69,35 +69,6 @@ void parallel_for(int64_t tasks, int threads, Task&& task) {
         &shared);
 }
 
-// Calls task(stage, i) for every i in [0, tasks[stage]), one stage after the other: all of a stage are done before the
-// next one begins. The threads wait for each other in between, which takes less than to wake them anew.
-template <class Task>
-void parallel_stages(const std::vector<int64_t>& tasks, int threads, Task&& task) {
-    struct Stage {
-        Stage(int64_t tasks_, int threads_) : deal(tasks_, threads_), left(tasks_) {}
-        Deal deal;
-        std::atomic<int64_t> left;
-    };
-    struct Shared {
-        std::deque<Stage> stages;
-        Task* task;
-    } shared{{}, &task};
-    for (const int64_t count : tasks) shared.stages.emplace_back(count, threads);
-    const auto work = [](void* data, int thread) {
-        auto* s = static_cast<Shared*>(data);
-        for (size_t k = 0; k < s->stages.size(); k++) {
-            Stage& stage = s->stages[k];
-            stage.deal.work(thread, [&](int64_t i) {
-                (*s->task)(k, i);
-                stage.left.fetch_sub(1, std::memory_order_acq_rel);
-            });
-            for (int spins = 0; stage.left.load(std::memory_order_acquire) > 0; spins++)
-                if (spins > 10000) std::this_thread::yield();
-        }
-    };
-    threads <= 1 ? work(&shared, 0) : run_on_threads(threads, work, &shared);
-}
-
 // How many threads are worth waking for so many elements.
 inline int worth_sharing(int64_t elements, int threads) { return elements < (1 << 15) ? 1 : threads; }
 

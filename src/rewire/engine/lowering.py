@@ -63,6 +63,7 @@ class _Lowering:
         self.steps: dict[Role, list[Step]] = {Role.SAVED: [], Role.SCRATCH: []}
         self.role = Role.SAVED  # of new buffers: which pass is being lowered
         self.done: set[int] = set()  # nodes that another one's kernel computes
+        self.rows: set[int] = set()  # linear layers between contiguous tensors
         self.stored: dict[int, Buffer] = {}  # values in memory, in the region's layout
         self.norms: dict[int, Norm] = {}  # batch norms (and their ReLU) that are not in memory
         self.moments: dict[int, tuple[Buffer, Buffer]] = {}
@@ -78,9 +79,8 @@ class _Lowering:
             if index not in self.done:
                 getattr(self, "_" + node.op)(index, node)
         for j, ref in enumerate(self.graph.outputs):
-            self.relayout(
-                self.value(ref), Layout.CONTIGUOUS, ref, self.outside(Role.OUTPUT, j, ref)
-            )
+            if (y := self.value(ref)).role is not Role.OUTPUT:
+                self.relayout(y, Layout.CONTIGUOUS, ref, self.outside(Role.OUTPUT, j, ref))
         if any(self.nodes[ref].requires_grad for ref in self.graph.outputs):
             self._differentiate()
         forward, backward = self.steps[Role.SAVED], self.steps[Role.SCRATCH]
@@ -92,8 +92,9 @@ class _Lowering:
     def _differentiate(self) -> None:
         self.role = Role.SCRATCH
         for j, ref in enumerate(self.graph.outputs):
-            dy = self.outside(Role.OUTPUT_GRAD, j, ref)
-            self.contribute(ref, self.relayout(dy, self.layout(dy.shape), ref))
+            if ref not in self.rows:
+                dy = self.outside(Role.OUTPUT_GRAD, j, ref)
+                self.contribute(ref, self.relayout(dy, self.layout(dy.shape), ref))
         for backward in reversed(self.backwards):
             backward()
         for ref in [ref for ref in self.gradients if ref < 0]:
@@ -129,10 +130,19 @@ class _Lowering:
         """The same numbers in another layout."""
         if x.layout is layout and to is None:
             return x
+        if to is None and x.shape[0] == 1:  # of one sample, the same memory
+            return x.seen_as(x.shape, layout)
         y = self.new(x.shape, layout) if to is None else to
         images = self._images(x if y.layout is not Layout.PANELS else y)
         self.emit("Relayout", node, images=images, source=x.layout, target=layout, x=x, out_y=y)
         return y
+
+    def result(self, index: int) -> Buffer:
+        """Where a step writes the value of a node: of one sample, in the memory of an output."""
+        shape, outputs = self.nodes[index].shape, self.graph.outputs
+        if shape[0] == 1 and index in outputs and not self.nodes[index].requires_grad:
+            return self.outside(Role.OUTPUT, outputs.index(index), index, Layout.BATCH_LAST)
+        return self.new(shape)
 
     def value(self, ref: int) -> Buffer:
         """A value in memory, in the region's layout: computed or moved now if it is not there."""
@@ -224,14 +234,63 @@ class _Lowering:
     # Products
 
     def _linear(self, index: int, node: Node) -> None:
-        self._conv2d(index, node)
+        if node.shape[0] == 1 or not rules.rows_product(self.uses, index):
+            self._conv2d(index, node)
+            return
+        source, values, bias = node.inputs
+        assert source is not None
+        x = self.outside(Role.INPUT, ~source, source)
+        y = self.outside(Role.OUTPUT, self.graph.outputs.index(index), index)
+        layer, weights = self._layer(node, x, y), self.parameter(values)
+        offset = self.parameter(bias)
+        self.emit("LinearRows", index, **layer, values=weights, bias=offset, x=x, out_y=y)
+        self.stored[index] = y
+        self.rows.add(index)
+        if node.requires_grad:
+            self.backwards.append(lambda: self._linear_rows_backward(index, layer, x))
+
+    def _linear_rows_backward(self, index: int, layer: dict[str, Any], x: Buffer) -> None:
+        node, (source, values, bias) = self.nodes[index], self.nodes[index].inputs
+        assert source is not None
+        dy = self.outside(Role.OUTPUT_GRAD, self.graph.outputs.index(index), index)
+        dx, alone = None, len(self.uses.readers(source)) == 1
+        if self.uses.requires_grad(source):
+            dx = self.new(x.shape, Layout.CONTIGUOUS)
+            if alone:
+                dx = self.outside(Role.INPUT_GRAD, ~source, source)
+        if _attrs(node).probe:
+            self._show(index, x, dy)
+        weights, dbias = self.parameter(values), self.parameter_gradient(bias)
+        if self.uses.requires_grad(values):
+            self.emit(
+                "LinearRowsBackward",
+                index,
+                **layer,
+                values=weights,
+                x=x,
+                dy=dy,
+                out_dx=dx,
+                out_dvalues=self.parameter_gradient(values),
+                out_dbias=dbias,
+            )
+        else:
+            if dx is not None:
+                self.emit(
+                    "LinearRowsInputGradient", index, **layer, values=weights, dy=dy, out_dx=dx
+                )
+            if dbias is not None:
+                turned = self.relayout(dy, Layout.BATCH_LAST, index)
+                self.emit("RowSums", index, **self._channels(turned), x=turned, out_sums=dbias)
+        if dx is not None and not alone:
+            self.contribute(source, self.relayout(dx, self.layout(dx.shape), index))
 
     def _conv2d(self, index: int, node: Node) -> None:
         source, values, bias = node.inputs
         assert source is not None
         norm = self.norms.pop(source, None)  # done on the way in
         x = self.value(source) if norm is None else norm.source
-        y, relu = self.new(node.shape), rules.relu_after(self.uses, index)
+        relu = rules.relu_after(self.uses, index)
+        y = self.result(index if relu is None else relu)
         mean = variance = None
         if rules.moments_in_product(self.uses, index):
             mean, variance = self.moments[index] = self.vector(y.shape[1]), self.vector(y.shape[1])

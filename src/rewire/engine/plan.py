@@ -53,9 +53,10 @@ class Buffer:
     def root(self) -> Buffer:
         return self if self.base is None else self.base
 
-    def seen_as(self, shape: tuple[int, ...]) -> Buffer:
-        """The same memory as another shape."""
-        return Buffer(shape, self.layout, self.role, self.number, self.element, base=self.root)
+    def seen_as(self, shape: tuple[int, ...], layout: Layout | None = None) -> Buffer:
+        """The same memory as another shape, or another layout of which it is one as well."""
+        layout = layout or self.layout
+        return Buffer(shape, layout, self.role, self.number, self.element, base=self.root)
 
 
 @dataclass(eq=False)

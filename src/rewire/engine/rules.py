@@ -64,6 +64,14 @@ def tail(uses: Uses, node: int) -> int:
     return node if relu is None else relu
 
 
+def rows_product(uses: Uses, linear: int) -> bool:
+    """A linear layer between contiguous tensors reads and writes them as they are: its kernel transposes a
+    few rows at a time."""
+    source, *_ = uses.nodes[linear].inputs
+    assert source is not None
+    return source < 0 and linear in uses.escapes and not uses.readers(linear)
+
+
 def moments_in_product(uses: Uses, product: int) -> bool:
     """A product measures mean and variance of its output by channel while it writes it, for a batch norm
     in training mode that reads it."""
