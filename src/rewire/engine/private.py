@@ -22,7 +22,8 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 """Whether somebody watches operators (FlopCounterMode, fake tensors): there is no public question."""
 
 _function_modes = torch._C._len_torch_function_stack
-_functorch = torch._C._are_functorch_transforms_active
+functorch_active = torch._C._are_functorch_transforms_active
+tracing_state = torch._C._get_tracing_state
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -50,7 +51,7 @@ def watched() -> bool:
     return bool(
         _hooks(False) is not None  # activation checkpointing
         or dispatch_modes()
-        or _functorch()
+        or functorch_active()
         or forward_ad._current_level >= 0
     )
 
@@ -60,7 +61,7 @@ def watched_from_outside() -> bool:
     return bool(
         watched()
         or _function_modes()
-        or torch._C._get_tracing_state() is not None
+        or tracing_state() is not None
         or _module._has_any_global_hook()
     )
 
@@ -122,5 +123,7 @@ def finished(frame: Any) -> bool:
 
 
 def apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """``function.apply(*args)`` without what torch does first for functorch, which is not active here."""
+    """``function.apply(*args)`` without what torch looks at first for functorch, if that is not active."""
+    if functorch_active():
+        return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]

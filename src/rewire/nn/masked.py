@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire.connections import Connections
+from rewire.engine import private
 from rewire.engine.lazy import ordinary
 from rewire.engine.run import Probe
 from rewire.nn.conv import ConvShape, SparseConv2d, flatten, unflatten
@@ -137,7 +138,7 @@ def _watched(y: Tensor, x: Tensor, conv: Convolution, probe: Probe) -> Tensor:
 
 
 # A compiled graph cannot hold a probe: it is broken there.
-_watch = torch._disable_dynamo(_watched)  # type: ignore[attr-defined]
+_watch = private.uncompiled(_watched)
 
 
 class MaskedLinear(MaskedLayer):

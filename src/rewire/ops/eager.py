@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.engine import private
 from rewire.engine.run import Probe
 from rewire.ops import (
     layout,
@@ -93,10 +94,7 @@ def _product(
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     if not wanted or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return products.forward(conv, x, values, bias, topology)
-    # Without what torch looks at first for the sake of functorch.
-    transformed = torch._C._are_functorch_transforms_active()
-    apply: Any = _Product.apply if transformed else super(torch.autograd.Function, _Product).apply
-    y: Tensor = apply(x, values, bias, topology, conv, probe)
+    y: Tensor = private.apply(_Product, x, values, bias, topology, conv, probe)
     return y
 
 
@@ -104,12 +102,12 @@ def _direct(x: Tensor, probe: Probe | None) -> bool:
     """Whether to go past the dispatcher, which cannot take a probe along: nothing but eager autograd
     watches this call, and memory has the numbers as they are."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
-    traced = torch._C._get_tracing_state() is not None
+    traced = private.tracing_state() is not None
     if probe is None:
         return (
             plain
             and not torch.compiler.is_compiling()
-            and torch._C._len_torch_dispatch_stack() == 0
+            and private.dispatch_modes() == 0
             and not traced
             and not x.is_neg()
         )
@@ -179,8 +177,8 @@ def conv2d(
 
 
 # A compiled graph cannot hold a probe either: it is broken there, and the layer runs as in eager code.
-_eager_linear: Callable[..., Tensor] = torch._disable_dynamo(linear)  # type: ignore[attr-defined]
-_eager_conv2d: Callable[..., Tensor] = torch._disable_dynamo(conv2d)  # type: ignore[attr-defined]
+_eager_linear: Callable[..., Tensor] = private.uncompiled(linear)
+_eager_conv2d: Callable[..., Tensor] = private.uncompiled(conv2d)
 
 
 def gradient_at(
