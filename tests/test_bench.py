@@ -15,10 +15,21 @@ from typer.testing import CliRunner
 
 import rewire
 from rewire import ops
-from rewire.bench import layers, limits, machine, peers, show, step, timing, workloads
+from rewire.bench import (
+    layers,
+    limits,
+    machine,
+    peers,
+    profiling,
+    show,
+    step,
+    timing,
+    workloads,
+)
 from rewire.bench.case import CSR, DENSE, FORWARD, LIMIT, OURS, TRAINING, Case, Functions, Result
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
+from rewire.engine import execute, planned
 from rewire.ops import native
 
 TINY = ["--rounds", "1", "--sparsity", "0.9", "--batch", "4"]
@@ -56,6 +67,7 @@ def test_help_shows_an_example_or_the_commands(command: list[str]) -> None:
         (["step", "--model", "vgg17"], "'vgg17'"),
         (["step", "--sparsity", "-1"], "no sparsity"),
         (["step", "--width", "8"], "--width"),
+        (["step", "--engine", "fast"], "'fast' is not one of 'on', 'off', 'both'"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], message: str) -> None:
@@ -107,15 +119,110 @@ def test_steps_are_measured_profiled_and_written(tmp_path: Path) -> None:
     done = run("bench", "step", *TINY, *arguments)
     assert done.exit_code == 0, done.output
     assert "Where the time of our step goes: mlp, 90 % sparse" in done.output
+    assert "Kernels that take most, engine on: mlp, 90 % sparse" in done.output
     document = json.loads(file.read_text())
     (result,) = document["results"]
     assert (result["kind"], result["shape"], result["mode"]) == ("model", "mlp", "training step")
-    operators = document["profile"]["operators"]
-    assert len(operators) == 16
-    assert sum(row["share"] for row in operators) == pytest.approx(1)
-    if native.available():  # kernels are rows of their own
-        assert {"kernel forward", "kernel gradients"} <= {row["operator"] for row in operators}
+    assert (result["engine"], result["off_ms"], result["off_ratio"]) == ("on", None, None)
+    profile = document["profile"]
+    assert (profile["model"], profile["sparsity"], profile["batch"]) == ("mlp", 0.9, 4)
+    assert [one["engine"] for one in profile["engines"]] == ["on"]
     assert "svg" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "headings", "absent"),
+    [
+        ("on", ["ours", "speed-up"], ["engine on", "engine off"]),
+        ("off", ["engine off", "speed-up"], ["ours", "engine on"]),
+        ("both", ["engine on", "engine off", "speed-up on", "speed-up off"], ["ours"]),
+    ],
+)
+def test_steps_run_with_the_engine_on_off_or_both(
+    engine: str, headings: list[str], absent: list[str], tmp_path: Path
+) -> None:
+    file, picture = tmp_path / "step.json", tmp_path / "step.svg"
+    arguments = ("--model", "mlp", "--engine", engine, "--json", file, "--plot", picture)
+    done = run("bench", "step", *TINY, *arguments)
+    assert done.exit_code == 0, done.output
+    (row,) = [line for line in done.output.splitlines() if line.strip().startswith("model ")]
+    assert all(heading in row for heading in headings)
+    assert not any(heading in row for heading in absent)
+    (result,) = [Result(**row) for row in json.loads(file.read_text())["results"]]
+    assert result.engine == ("off" if engine == "off" else "on")
+    assert result.dense_ms is not None
+    assert result.ratio == pytest.approx(result.dense_ms / result.ours_ms)
+    if engine == "both":
+        assert result.off_ms is not None
+        assert result.off_ratio == pytest.approx(result.dense_ms / result.off_ms)
+    else:
+        assert (result.off_ms, result.off_ratio) == (None, None)
+    legend = picture.read_text().count("<!-- mlp, engine off -->")
+    assert legend == (engine != "on")
+
+
+def test_means_are_of_either_engine() -> None:
+    """One column for each, in the rows and in the geometric means."""
+    results = [
+        Result("model", name, 0.9, 4, "training step", 1.0, on, ratio=on, off_ms=2.0, off_ratio=off)
+        for name, on, off in (("a", 2.0, 1.0), ("b", 8.0, 4.0))
+    ]
+    screen = show.console()
+    with screen.capture() as captured:
+        for table in show.tables(results):
+            screen.print(table)
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert ["a", "90", "%", "1.00", "ms", "2.00", "ms", "2.00", "ms", "2.00x", "1.00x"] in lines
+    assert ["geometric", "mean", "90", "%", "4.00x", "2.00x"] in lines
+    assert show.line(results[:1]) == "training step 2.00x, engine off 1.00x"
+
+
+# Profiles -----------------------------------------------------------------------------------------
+
+KINDS = ["kernels, forward", "kernels, backward", "torch operators", "recording", "autograd"]
+KINDS += ["optimizer", "zero_grad + loss"]
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])  # with a plan, and with layers by themselves
+def test_the_kinds_of_a_profile_are_the_whole_step(name: str) -> None:
+    on, off = profiling.where_time_goes(name, 0.9, 8, engines=("on", "off"), steps=2)
+    assert (on.engine, off.engine) == ("on", "off")
+    assert [kind.name for kind in on.kinds] == KINDS
+    assert [kind.name for kind in off.kinds] == [*KINDS[:3], "Python, forward", *KINDS[4:]]
+    for one in (on, off):
+        assert sum(kind.share for kind in one.kinds) == pytest.approx(1)
+        assert sum(kind.milliseconds for kind in one.kinds) == pytest.approx(one.step_ms)
+        assert all(kind.milliseconds >= 0 for kind in one.kinds)
+        times = [kernel.milliseconds for kernel in one.kernels]
+        assert times == sorted(times, reverse=True)
+
+
+@pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
+def test_kernels_of_a_profile_are_the_steps_of_the_plan_or_the_native_functions() -> None:
+    """The counts of a step: three linear layers, of which the first needs no input gradient."""
+    on, off = profiling.where_time_goes("mlp", 0.9, 64, engines=("on", "off"), steps=1)
+    found = {(kernel.phase, kernel.name): kernel.calls for kernel in on.kernels}
+    assert found["forward", "ConvForward"] == 3
+    assert found["backward", "ConvBackward"] + found["backward", "WeightGradient"] == 3
+    assert {phase for phase, _ in found} == {"forward", "backward"}
+    found = {(kernel.phase, kernel.name): kernel.calls for kernel in off.kernels}
+    assert found == {("forward", "forward_rows"): 3, ("backward", "gradients_rows"): 3}
+
+
+def test_a_profile_leaves_nothing_behind_and_changes_no_number() -> None:
+    x, y = torch.randn(4, 784), torch.randint(10, (4,))
+    model = step.converted(step.WORKLOADS["mlp"], 0.9, "on")
+    before = native.kernels, planned._Pass.run
+    expected = model(x)
+    for one_by_one in (False, True):
+        clock = profiling._Clock()
+        with profiling._timed(clock, one_by_one):
+            assert torch.equal(model(x), expected)
+    assert (native.kernels, planned._Pass.run) == before
+    for plan in execute._plans.values():
+        assert not isinstance(plan._forward.plan, profiling._TimedPlan)
+    parts = step.phases(model, x, y)
+    assert list(parts) == ["zero_grad", "forward", "loss", "backward", "optimizer"]
 
 
 def test_an_interrupted_run_shows_what_it_has(

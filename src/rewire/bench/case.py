@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rewire.bench.timing import Function, Tick, Timing, interleaved
 
 OURS, DENSE, CSR = "ours", "dense", "torch.sparse CSR"
+OFF = "engine off"  # ours, layer by layer, where it is timed beside the engine
 LIMIT = "limit"  # what ours cannot be faster than; its variants are parts of it
 FORWARD, TRAINING, INFERENCE, STEP = "forward", "forward+backward", "inference", "training step"
 
@@ -38,7 +39,7 @@ def _guarded(key: Key, function: Function) -> Function:
 
 def _timed(functions: Functions, rounds: int, patience: float, tick: Tick) -> dict[Key, Timing]:
     """Time them side by side; a peer that raises an error is left out, and named in a warning."""
-    mine = (OURS, DENSE, CSR, LIMIT)
+    mine = (OURS, OFF, DENSE, CSR, LIMIT)
     left = {key: f if key[0] in mine else _guarded(key, f) for key, f in functions.items()}
     while True:
         try:
@@ -79,6 +80,9 @@ class Result:
         ratio: how many times faster than dense.
         limits: milliseconds of what ours cannot do without; see :mod:`rewire.bench.limits`.
         least_ms: what ours takes at least, by these.
+        engine: how ours ran: ``"on"`` or ``"off"`` for training steps of models, else None.
+        off_ms: our time with the engine off, where both were timed.
+        off_ratio: how many times faster than dense that is.
     """
 
     kind: str
@@ -94,6 +98,9 @@ class Result:
     ratio: float | None = None
     limits: dict[str, float] = field(default_factory=dict)
     least_ms: float | None = None
+    engine: str | None = None
+    off_ms: float | None = None
+    off_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -105,6 +112,7 @@ class Case:
         modes: how it is run.
         groups: builds what is timed, one mode after the other, and yields it; nothing is built, and
             no memory taken, before the case runs.
+        engine: as in :class:`Result`.
     """
 
     kind: str
@@ -113,6 +121,7 @@ class Case:
     batch: int
     modes: tuple[str, ...]
     groups: Callable[[], Groups]
+    engine: str | None = None
 
     @property
     def label(self) -> str:
@@ -147,6 +156,7 @@ class Case:
         ours, _ = fastest.pop(OURS)
         dense, dense_format = fastest.pop(DENSE, (None, None))
         csr, _ = fastest.pop(CSR, (None, None))
+        off, _ = fastest.pop(OFF, (None, None))
         return Result(
             *(self.kind, self.shape, self.sparsity, self.batch, mode),
             ours_ms=ours,
@@ -157,4 +167,7 @@ class Case:
             ratio=None if dense is None else dense / ours,
             limits=limits,
             least_ms=least(limits),
+            engine=self.engine,
+            off_ms=off,
+            off_ratio=None if dense is None or off is None else dense / off,
         )

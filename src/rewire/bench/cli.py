@@ -39,6 +39,19 @@ class Part(str, Enum):
     INFERENCE = "inference"
 
 
+class Engine(str, Enum):
+    """How the sparse models of the step benchmark run."""
+
+    ON = "on"
+    OFF = "off"
+    BOTH = "both"
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """One after the other."""
+        return ("on", "off") if self is Engine.BOTH else (self.value,)
+
+
 _PATIENCE = 10.0  # seconds of one timing after which a few samples have to do
 _MISSING = "Share of the weights that is missing"
 
@@ -112,10 +125,19 @@ def step(
     batch: Annotated[
         int, typer.Option(min=1, help="Images; gpt gets an eighth as many sequences of 128.")
     ] = 128,
+    engine: Annotated[
+        Engine,
+        typer.Option(help="Time sparse models with the engine on, off (layer by layer), or both."),
+    ] = Engine.ON,
     rounds: Rounds = None,
     threads: Threads = None,
     profile: Annotated[
-        bool, typer.Option("--profile", help="Also show where the time of the first goes.")
+        bool,
+        typer.Option(
+            "--profile",
+            help="Also show where the time of the first goes: kernels, torch operators, recording, "
+            "autograd, optimizer; and the slowest kernels.",
+        ),
     ] = False,
     json_file: Json = None,
     plot_file: Plot = None,
@@ -124,11 +146,11 @@ def step(
 
     One step is zero_grad, forward, cross entropy, backward and SGD with momentum, on random data.
     Dense convolutional models run in their faster memory format; sparse models are the same plain
-    torch modules, converted by rewire.sparsify.
+    torch modules, converted by rewire.sparsify. With the engine off their layers run one by one.
 
     Example: `rewire bench step --model vgg16 --sparsity 0.95 --profile`
     """
-    from rewire.bench import plot, show, timing
+    from rewire.bench import plot, profiling, show, step_show, timing
     from rewire.bench import step as bench
 
     options.check_files(json_file, plot_file)
@@ -145,6 +167,7 @@ def step(
         sparsities=options.parts(sparsity, options.sparsity)
         or (bench.QUICK_SPARSITIES if quick else bench.SPARSITIES),
         batch=batch,
+        engines=engine.each,
     )
     screen = show.console()
     with timing.threads(threads):
@@ -153,13 +176,17 @@ def step(
         more: dict[str, Any] = {}
         if profile and whole:
             first = (plan.models[0], plan.sparsities[0])
-            found = bench.where_time_goes(*first, plan.batch)
-            title = f"Where the time of our step goes: {first[0]}, {100 * first[1]:g} % sparse"
-            screen.print(show.shares(title, found))
+            steps = rounds or profiling.STEPS
+            found = profiling.where_time_goes(*first, plan.batch, engines=plan.engines, steps=steps)
+            for table in step_show.profile_tables(
+                f"{first[0]}, {100 * first[1]:g} % sparse", found
+            ):
+                screen.print(table)
             more["profile"] = {
                 "model": first[0],
                 "sparsity": first[1],
-                "operators": [asdict(share) for share in found],
+                "batch": plan.batch,
+                "engines": [asdict(one) for one in found],
             }
         _finish(screen, "step", results, whole, more, json_file, plot_file, plot.save)
 

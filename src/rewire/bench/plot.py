@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rewire.bench.case import Result
+from rewire.bench.case import OFF, Result
 from rewire.bench.show import groups
 
 _TICKS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200)
@@ -14,7 +14,8 @@ _MARKERS = "osD^vP"
 
 
 def save(path: Path, results: Sequence[Result], caption: str) -> None:
-    """Draw one panel for each table that has a dense time, one line for each shape."""
+    """Draw one panel for each table that has a dense time, one line for each shape, two if the engine
+    was on and off."""
     # Not pyplot: it would look for a display, and keep the figure.
     from matplotlib.figure import Figure
 
@@ -49,16 +50,21 @@ def _draw(panel: Any, title: str, what: str, results: Sequence[Result]) -> None:
     colors = colormaps["viridis"]
     for index, shape in enumerate(shapes):
         mine = sorted((r for r in results if r.shape == shape), key=lambda r: r.sparsity)
-        panel.plot(
-            [_inverse_density(r.sparsity) for r in mine],
-            [r.ratio for r in mine],
-            marker=_MARKERS[index % len(_MARKERS)],
-            markersize=4.5,
-            linewidth=1.6,
-            linestyle="--" if mine[0].kind == "conv layer" else "-",
-            color=colors(0.9 * index / max(1, len(shapes) - 1)),
-            label=shape,
-        )
+        off = f"{shape}, {OFF}"
+        lines = {off if mine[0].engine == "off" else shape: [r.ratio for r in mine]}
+        if any(r.off_ratio is not None for r in mine):
+            lines[off] = [r.off_ratio for r in mine]
+        for label, heights in lines.items():
+            panel.plot(
+                [_inverse_density(r.sparsity) for r in mine],
+                heights,
+                marker=_MARKERS[index % len(_MARKERS)],
+                markersize=4.5,
+                linewidth=1.6,
+                linestyle="--" if mine[0].kind == "conv layer" or label == off else "-",
+                color=colors(0.9 * index / max(1, len(shapes) - 1)),
+                label=label,
+            )
     panel.axhline(1, color="0.35", linewidth=1)
     panel.annotate("dense", (ends[0], 1), xytext=(0, 2), textcoords="offset points", fontsize=8)
     panel.plot(ends, ends, color="0.6", linewidth=1, linestyle=":", label="weights /\nconnections")
@@ -66,8 +72,10 @@ def _draw(panel: Any, title: str, what: str, results: Sequence[Result]) -> None:
     panel.set_xticks(
         [_inverse_density(s) for s in sparsities], [f"{100 * s:g} %" for s in sparsities]
     )
-    ratios = [result.ratio for result in results if result.ratio is not None]
-    low, high = 0.8 * min(1, *ratios), 1.25 * max(*ratios, ends[1], 2)
+    all_ratios = [
+        r for result in results for r in (result.ratio, result.off_ratio) if r is not None
+    ]
+    low, high = 0.8 * min(1, *all_ratios), 1.25 * max(*all_ratios, ends[1], 2)
     panel.set_ylim(low, high)
     ticks = [tick for tick in _TICKS if low <= tick <= high]
     panel.set_yticks(ticks, [f"{tick:g}x" for tick in ticks])

@@ -14,8 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from rewire.bench.case import CSR, STEP, Result
-from rewire.bench.step import Share
+from rewire.bench.case import CSR, OFF, STEP, Result
 
 _CONVS = "3x3 convolutions of VGG-16, ResNet-56"
 # What the shapes of a kind are, and the title of its table; kinds of one title share it.
@@ -80,7 +79,12 @@ class Progress:
 
 def line(results: Iterable[Result]) -> str:
     """Results in a few words."""
-    return ", ".join(f"{r.mode} {times(r.ratio) or ms(r.ours_ms)}" for r in results)
+    found = []
+    for r in results:
+        found.append(f"{r.mode} {times(r.ratio) or ms(r.ours_ms)}")
+        if r.off_ms is not None:
+            found.append(f"{OFF} {times(r.off_ratio) or ms(r.off_ms)}")
+    return ", ".join(found)
 
 
 def groups(results: Iterable[Result]) -> dict[tuple[str, str], list[Result]]:
@@ -104,9 +108,9 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column(what, no_wrap=True)
     bounded = any(result.least_ms is not None for result in results)
-    for name in ("sparsity", "ours", "dense", "speed-up", *(["limit"] if bounded else [])):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in others:
+    both = any(result.off_ms is not None for result in results)
+    names = ["sparsity", *_ours(results), "dense", *_speed_ups(both)]
+    for name in (*names, *(["limit"] if bounded else []), *others):
         table.add_column(name, justify="right", no_wrap=True)
     if what == "convolution":
         table.caption = "a x h x w: four with ReLU; a->b x h x w: one"
@@ -120,17 +124,30 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
             "" if result.shape == last else result.shape,
             _percent(result.sparsity),
             ms(result.ours_ms),
+            *(["" if result.off_ms is None else ms(result.off_ms)] if both else []),
             "does not fit" if result.dense_ms is None else ms(result.dense_ms),
             _highlighted(result.ratio),
+            *([_highlighted(result.off_ratio)] if both else []),
             *([times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
         )
         last = result.shape
     if len({result.shape for result in results}) > 1:
         table.add_section()
-        for row in _means(results, others, bounded):
+        for row in _means(results, others, bounded, both):
             table.add_row(*row)
     return table
+
+
+def _ours(results: Sequence[Result]) -> list[str]:
+    """The headings of our times."""
+    if any(result.off_ms is not None for result in results):
+        return ["engine on", OFF]
+    return [OFF if results[0].engine == "off" else "ours"]
+
+
+def _speed_ups(both: bool) -> list[str]:
+    return ["speed-up on", "speed-up off"] if both else ["speed-up"]
 
 
 def _allowed(result: Result) -> float | None:
@@ -141,20 +158,23 @@ def _allowed(result: Result) -> float | None:
 
 
 def _means(
-    results: Sequence[Result], others: Sequence[str], bounded: bool
+    results: Sequence[Result], others: Sequence[str], bounded: bool, both: bool
 ) -> Iterable[tuple[str | Text, ...]]:
     """For each sparsity the geometric mean over the shapes, of the ratio to each of the others."""
     for index, sparsity in enumerate(dict.fromkeys(result.sparsity for result in results)):
         mine = [result for result in results if result.sparsity == sparsity]
         dense = geometric_mean([result.ratio for result in mine if result.ratio is not None])
-        cells: list[str | Text] = [_highlighted(dense)]
+        cells: list[str | Text] = ["", "", *([""] if both else []), _highlighted(dense)]
+        if both:
+            off = [result.off_ratio for result in mine if result.off_ratio is not None]
+            cells.append(_highlighted(geometric_mean(off)))
         if bounded:
             allowed = [ratio for result in mine if (ratio := _allowed(result)) is not None]
             cells.append(times(geometric_mean(allowed)))
         for name in others:
             found = [(r.ours_ms, _others(r)[name]) for r in mine if name in _others(r)]
             cells.append(_highlighted(geometric_mean([theirs / ours for ours, theirs in found])))
-        yield ("" if index else "geometric mean", _percent(sparsity), "", "", *cells)
+        yield ("" if index else "geometric mean", _percent(sparsity), *cells)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
@@ -179,18 +199,6 @@ def overhead(microseconds: Mapping[str, float]) -> str:
     names = {"op": "rewire.ops.linear", "layer": "SparseLinear"}
     costs = (f"{names.get(name, name)} {cost:.0f} us" for name, cost in microseconds.items())
     return f"One call on a tiny layer: {', '.join(costs)}"
-
-
-def shares(title: str, found: Iterable[Share]) -> Table:
-    """Where the time of a step goes."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-    table.add_column("operator", no_wrap=True)
-    for name in ("share", "time", "calls"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in found:
-        time = ms(row.milliseconds)
-        table.add_row(row.operator, f"{100 * row.share:.1f} %", time, f"{row.calls:.0f}")
-    return table
 
 
 def _others(result: Result) -> dict[str, float]:

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import copy
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
 
 import rewire
 from rewire import models
-from rewire.bench.case import DENSE, OURS, STEP, Case, Functions, Groups
+from rewire.bench.case import DENSE, OFF, OURS, STEP, Case, Functions, Groups
 from rewire.bench.timing import Function
-from rewire.ops import native
+from rewire.engine import use_engine
 
 SPARSITIES = (0.9, 0.95, 0.98)
 QUICK_MODELS, QUICK_SPARSITIES = ("vgg16", "mlp"), (0.95,)
 _TOKENS = 128  # of a sequence
-_REST = "Python, and what has no operator"
+CHANNELS_LAST = "channels_last"
 
 
 @dataclass(frozen=True)
@@ -64,120 +59,85 @@ WORKLOADS: dict[str, Workload] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure: names of ``WORKLOADS``, sparsities, and images in a batch."""
+    """What to measure.
+
+    Attributes:
+        models: names of ``WORKLOADS``.
+        sparsities: shares of the weights that are absent.
+        batch: images in a batch.
+        engines: how ours runs: ``"on"``, ``"off"`` (layer by layer), or first one and then the other.
+    """
 
     models: tuple[str, ...] = field(default_factory=lambda: tuple(WORKLOADS))
     sparsities: tuple[float, ...] = SPARSITIES
     batch: int = 128
+    engines: tuple[str, ...] = ("on",)
 
 
 def cases(plan: Plan) -> list[Case]:
     """All measurements of a plan, in the order of the tables."""
     return [
-        Case("model", name, sparsity, plan.batch, (STEP,), groups)
+        Case("model", name, sparsity, plan.batch, (STEP,), groups, plan.engines[0])
         for name in plan.models
         for sparsity in plan.sparsities
-        for groups in [partial(_groups, WORKLOADS[name], sparsity, plan.batch)]
+        for groups in [partial(_groups, WORKLOADS[name], sparsity, plan.batch, plan.engines)]
     ]
 
 
-def _groups(workload: Workload, sparsity: float, batch: int) -> Groups:
+def _groups(workload: Workload, sparsity: float, batch: int, engines: tuple[str, ...]) -> Groups:
     x, y = workload.data(batch)
-    dense = workload.build()
-    functions: Functions = {(OURS, ""): _step(_converted(workload, sparsity), x, y)}
-    functions[DENSE, "contiguous"] = _step(dense, x, y)
+    functions: Functions = {
+        (who, ""): training_step(converted(workload, sparsity, engine), x, y)
+        for who, engine in zip((OURS, OFF), engines, strict=False)
+    }
+    model = workload.build()
+    functions[DENSE, "contiguous"] = training_step(model, x, y)
     if workload.convolutional:
-        last: Any = {"memory_format": torch.channels_last}
-        functions[DENSE, "channels_last"] = _step(copy.deepcopy(dense).to(**last), x.to(**last), y)
+        functions[DENSE, CHANNELS_LAST] = training_step(*channels_last(copy.deepcopy(model), x), y)
     yield STEP, functions
 
 
-def _converted(workload: Workload, sparsity: float) -> nn.Module:
-    return rewire.sparsify(workload.build(), sparsity=sparsity, assignment=workload.assignment)
+def converted(workload: Workload, sparsity: float, engine: str) -> nn.Module:
+    """The sparse model, with the engine on or off."""
+    model = workload.build()
+    model = rewire.sparsify(model, sparsity=sparsity, assignment=workload.assignment)
+    use_engine(model, engine == "on")
+    return model
 
 
-def _step(model: nn.Module, x: Tensor, y: Tensor) -> Function:
+def channels_last(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
+    """A dense model, changed in place, and its input in this memory format."""
+    last: Any = {"memory_format": torch.channels_last}
+    return model.to(**last), x.to(**last)
+
+
+def phases(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Function]:
+    """The parts of a training step by name, to be called in this order."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4, foreach=True)
+    handed_on: list[Tensor] = []  # from one part to the next, which lets go of it
+
+    def forward() -> None:
+        handed_on.append(model(x))
+
+    def loss() -> None:
+        logits = handed_on.pop()
+        handed_on.append(F.cross_entropy(logits.flatten(0, -2), y.flatten()))
+
+    return {
+        "zero_grad": optimizer.zero_grad,
+        "forward": forward,
+        "loss": loss,
+        "backward": lambda: handed_on.pop().backward(),
+        "optimizer": optimizer.step,
+    }
+
+
+def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Function:
+    """A whole training step."""
+    parts = tuple(phases(model, x, y).values())
 
     def run() -> None:
-        optimizer.zero_grad()
-        logits = model(x)
-        F.cross_entropy(logits.flatten(0, -2), y.flatten()).backward()
-        optimizer.step()
+        for part in parts:
+            part()
 
     return run
-
-
-# Where the time goes ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Share:
-    """What one operator takes of a step: its share of the time, milliseconds, and calls."""
-
-    operator: str
-    share: float
-    milliseconds: float
-    calls: float
-
-
-class _Seen:
-    """Kernels that the profiler sees, under names of their own."""
-
-    def __init__(self, kernels: Any) -> None:
-        self._kernels = kernels
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._kernels, name)
-        if not callable(found) or isinstance(found, type):
-            return found
-
-        def call(*args: Any) -> Any:
-            with record_function(f"kernel {name}"):
-                return found(*args)
-
-        return call
-
-
-@contextmanager
-def _kernels_seen() -> Iterator[None]:
-    if not native.available():
-        yield
-        return
-    module = native.module()
-    seen = {"f32": _Seen(module.f32), "f64": _Seen(module.f64)}
-    by_type = {torch.float32: seen["f32"], torch.float64: seen["f64"]}
-    with (
-        patch.object(native, "kernels", lambda x: by_type.get(x.dtype) if x.is_cpu else None),
-        patch.object(native, "module", lambda: SimpleNamespace(**{**vars(module), **seen})),
-    ):
-        yield
-
-
-def where_time_goes(
-    name: str, sparsity: float, batch: int = 128, *, steps: int = 10, top: int = 15
-) -> list[Share]:
-    """The operators that take most of our training step, the rest of them as one row at the end.
-
-    Times are those of an operator itself, without what it calls, on the thread that trains: a row of an
-    autograd function is what Python and torch take around its kernels.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler writes log lines otherwise
-    workload = WORKLOADS[name]
-    step = _step(_converted(workload, sparsity), *workload.data(batch))
-    for _ in range(3):
-        step()
-    with _kernels_seen(), profile(activities=[ProfilerActivity.CPU]) as profiled:
-        for _ in range(steps):
-            with record_function(_REST):
-                step()
-    events = [(e.key, e.self_cpu_time_total / 1e3, e.count) for e in profiled.key_averages()]
-    events.sort(key=lambda event: -event[1])
-    total = sum(milliseconds for _, milliseconds, _ in events)
-    shown = [
-        Share(key, milliseconds / total, milliseconds / steps, calls / steps)
-        for key, milliseconds, calls in events[:top]
-    ]
-    left = sum(milliseconds for _, milliseconds, _ in events[top:])
-    calls = sum(count for _, _, count in events[top:])
-    return [*shown, Share("all other operators", left / total, left / steps, calls / steps)]

@@ -1,0 +1,49 @@
+"""Profiles and memory of training steps on the screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from rich import box
+from rich.table import Table
+
+from rewire.bench.profiling import Profile
+from rewire.bench.show import ms
+
+
+def profile_tables(what: str, found: Sequence[Profile]) -> Iterable[Table]:
+    """Where the time of a step goes by kind, engine on and off side by side, and the slowest kernels."""
+    table = _table(f"Where the time of our step goes: {what}", "kind")
+    for one in found:
+        table.add_column(f"engine {one.engine}", justify="right", no_wrap=True)
+        table.add_column("share", justify="right", no_wrap=True)
+    # The two differ in the name of one kind.
+    for row in zip(*(one.kinds for one in found), strict=True):
+        names = " / ".join(dict.fromkeys(kind.name for kind in row))
+        table.add_row(
+            names, *(c for kind in row for c in (ms(kind.milliseconds), _share(kind.share)))
+        )
+    table.add_section()
+    table.add_row("step", *(cell for one in found for cell in (ms(one.step_ms), _share(1.0))))
+    yield table
+    for one in found:
+        table = _table(f"Kernels that take most, engine {one.engine}: {what}", "kernel")
+        table.add_column("pass", no_wrap=True)
+        for name in ("calls", "time", "share"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for kernel in one.kernels:
+            share = _share(kernel.milliseconds / one.step_ms)
+            calls = f"{kernel.calls:.0f}"
+            table.add_row(kernel.name, kernel.phase, calls, ms(kernel.milliseconds), share)
+        yield table
+
+
+def _table(title: str, first: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    table.min_width = len(title)  # titles wrap at the width of the table
+    table.add_column(first, no_wrap=True)
+    return table
+
+
+def _share(share: float) -> str:
+    return f"{100 * share:.1f} %"
