@@ -98,6 +98,7 @@ def test_layers_are_measured_shown_and_written(tmp_path: Path) -> None:
     both = ("forward+backward", "forward")
     assert found == [
         *(("linear chain", width, mode, 4) for width in ("32", "16") for mode in both),
+        *(("drop-in chain", width, mode, 4) for width in ("32", "16") for mode in both),
         *(("linear layer", width, mode, 4) for width in ("32", "16") for mode in both),
         *(("conv chain", "64x8x8", mode, 4) for mode in both),
         *(("linear chain", width, "inference", 1) for width in ("32", "16")),
@@ -317,13 +318,58 @@ def test_the_fastest_variant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_dense_model_that_does_not_fit_is_left_out() -> None:
     plan = layers.Plan(widths=(16,), sparsities=(0.5,), batch=2, parts=("linear",), max_memory=0)
     results = [result for case in layers.cases(plan) for result in case.run(1)]
-    assert len(results) == 4
+    assert len(results) == 4 + 2 * 2  # with the drop-in chains
     assert all(result.dense_ms is None and result.ratio is None for result in results)
     screen = show.console()
     with screen.capture() as captured:
         for table in show.tables(results):
             screen.print(table)
     assert "does not fit" in captured.get()
+
+
+def recorded(functions: Functions) -> bool:
+    """Whether ours runs a plan of the engine."""
+    runs: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned._Pass, "run", lambda *_: runs.append(1))
+        functions[OURS, ""]()
+    return bool(runs)
+
+
+@pytest.mark.skipif(not ops.available(), reason="plans need the compiled kernels")
+def test_chains_run_on_the_engine_and_drop_in_chains_without() -> None:
+    shape = workloads.ConvShape(4, 4, 4)
+    for groups in (workloads.linear_chain(8, 0.5, 2, 1), workloads.convolution(shape, 0.5, 2)):
+        assert [recorded(functions) for _, functions in groups] == [True, True]
+    for groups in (workloads.linear_inference(8, 0.5, 1), workloads.conv_inference(shape, 0.5)):
+        assert [recorded(functions) for _, functions in groups] == [True]
+    found = list(workloads.drop_in_chain(8, 0.5, 2, 1))
+    assert [mode for mode, _ in found] == [TRAINING, FORWARD]
+    for _, functions in found:
+        assert list(functions) == [(OURS, ""), (DENSE, "contiguous")]
+        assert not recorded(functions)
+
+
+def test_drop_in_chains_are_few_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop_in: list[tuple[str, float]] = []
+
+    def measure(self: Case, rounds: int, **_: Any) -> list[Result]:
+        if self.kind == "drop-in chain":
+            drop_in.append((self.shape, self.sparsity))
+        return []
+
+    monkeypatch.setattr(Case, "run", measure)
+    few = [("1024", 0.98), ("1024", 0.99)]
+    for arguments, expected in (
+        ([], few),
+        (["--quick"], few[:1]),
+        (["--width", "8,16", "--sparsity", "0.5"], [("8", 0.5), ("16", 0.5)]),
+        (["--width", "8"], [("8", 0.98), ("8", 0.99)]),
+        (["--only", "conv"], []),
+    ):
+        drop_in.clear()
+        assert run("bench", "layers", *arguments).exit_code == 0
+        assert drop_in == expected
 
 
 def test_every_convolution_can_be_measured() -> None:

@@ -66,8 +66,8 @@ class Result:
     """Milliseconds of one call, ours and the others'.
 
     Attributes:
-        kind: what was measured: ``"linear chain"``, ``"linear layer"``, ``"conv chain"``,
-            ``"conv layer"``, ``"model"``.
+        kind: what was measured: ``"linear chain"``, ``"drop-in chain"``, ``"linear layer"``,
+            ``"conv chain"``, ``"conv layer"``, ``"model"``.
         shape: its size, or its name.
         sparsity: share of the weights that is absent in ours.
         batch: number of samples.

@@ -78,8 +78,9 @@ def layers(
     """Sparse layers against dense PyTorch, torch.sparse, SparseProp and sparselab.
 
     Linear layers in a chain of four and alone, the convolutions of VGG-16 and ResNet-56, and
-    inference of one sample. SparseProp and sparselab take part if they are installed. The full
-    set takes tens of minutes and up to 16 GB, most of it for the widest layers.
+    inference of one sample. Chains run on the engine, but for the drop-in chain: SparseLinear and
+    nn.ReLU in an nn.Sequential, as they are. SparseProp and sparselab take part if they are
+    installed. The full set takes tens of minutes and up to 16 GB, most of it for the widest layers.
 
     Example: `rewire bench layers --quick --json layers.json --plot layers.png`
     """
@@ -100,6 +101,9 @@ def layers(
         batch=batch,
         parts=bench.PARTS if only is None else (only.value,),
         max_memory=max_memory,
+        drop_in_widths=widths or bench.DROP_IN_WIDTHS,
+        drop_in_sparsities=sparsities
+        or (bench.QUICK_DROP_IN_SPARSITIES if quick else bench.DROP_IN_SPARSITIES),
     )
     screen = show.console()
     with timing.threads(threads):

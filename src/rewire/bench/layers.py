@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from rewire import SparseLinear, models, ops
 from rewire.bench import workloads
-from rewire.bench.case import FORWARD, INFERENCE, TRAINING, Case
+from rewire.bench.case import FORWARD, INFERENCE, TRAINING, Case, Groups
 from rewire.bench.timing import interleaved
 from rewire.bench.workloads import ConvShape
 from rewire.ops import layout
@@ -21,6 +21,7 @@ SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
 PARTS = ("linear", "conv", "inference")
 QUICK_WIDTHS, QUICK_CONVS = (1024,), (ConvShape(64, 64, 8),)
 QUICK_SPARSITIES = (0.9, 0.95, 0.98)
+DROP_IN_WIDTHS, DROP_IN_SPARSITIES, QUICK_DROP_IN_SPARSITIES = (1024,), (0.98, 0.99), (0.98,)
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Plan:
         parts: any of ``PARTS``.
         max_memory: GB that a dense linear model and its gradients may take; where they would take
             more, ours is timed without it.
+        drop_in_widths, drop_in_sparsities: those of the drop-in chains, which belong to the linear part.
     """
 
     widths: tuple[int, ...] = WIDTHS
@@ -43,6 +45,8 @@ class Plan:
     batch: int = 128
     parts: tuple[str, ...] = PARTS
     max_memory: float = 8.0
+    drop_in_widths: tuple[int, ...] = DROP_IN_WIDTHS
+    drop_in_sparsities: tuple[float, ...] = DROP_IN_SPARSITIES
 
 
 def conv_shapes() -> tuple[ConvShape, ...]:
@@ -71,7 +75,10 @@ def cases(plan: Plan) -> list[Case]:
     """All measurements of a plan, in the order of the tables."""
     found: list[Case] = []
     if "linear" in plan.parts:
-        found += [*_linear(plan, "linear chain"), *_linear(plan, "linear layer")]
+        drop_in = (plan.drop_in_widths, plan.drop_in_sparsities)
+        found += _linear(plan, "linear chain", workloads.linear_chain)
+        found += _linear(plan, "drop-in chain", workloads.drop_in_chain, *drop_in)
+        found += _linear(plan, "linear layer", workloads.linear_layer)
     if "conv" in plan.parts:
         found += _conv(plan)
     if "inference" in plan.parts:
@@ -79,10 +86,15 @@ def cases(plan: Plan) -> list[Case]:
     return found
 
 
-def _linear(plan: Plan, kind: str) -> Iterator[Case]:
-    build = workloads.linear_chain if kind == "linear chain" else workloads.linear_layer
-    for width in plan.widths:
-        for sparsity in plan.sparsities:
+def _linear(
+    plan: Plan,
+    kind: str,
+    build: Callable[[int, float, int, float], Groups],
+    widths: Sequence[int] | None = None,
+    sparsities: Sequence[float] | None = None,
+) -> Iterator[Case]:
+    for width in plan.widths if widths is None else widths:
+        for sparsity in plan.sparsities if sparsities is None else sparsities:
             groups = partial(build, width, sparsity, plan.batch, plan.max_memory)
             modes = (TRAINING, FORWARD)
             yield Case(kind, str(width), sparsity, plan.batch, modes, groups)

@@ -20,6 +20,7 @@ _CONVS = "3x3 convolutions of VGG-16, ResNet-56"
 # What the shapes of a kind are, and the title of its table; kinds of one title share it.
 _TITLES = {
     "linear chain": ("width", "Four linear layers with ReLU"),
+    "drop-in chain": ("width", "Four SparseLinear with ReLU, no engine"),
     "linear layer": ("width", "One linear layer, row-major in and out"),
     "conv chain": ("convolution", _CONVS),
     "conv layer": ("convolution", _CONVS),

@@ -1,8 +1,8 @@
 """What the layer benchmark runs: our layers and the same work done by others.
 
-- A *chain* is four equal layers, each with ReLU. Its input, its activations and the gradient of its
-  output lie in the memory that each side prefers, as inside a network: batch-last for ours,
-  contiguous or channels-last, whichever is faster, for dense convolutions.
+- A *chain* is four equal layers, each with ReLU; ours run as one plan of the engine. Input, output and
+  the output's gradient are contiguous, or for dense convolutions channels-last, whichever is faster.
+- A *drop-in chain* is the same, built by hand of ``SparseLinear`` and ``nn.ReLU``, without the engine.
 - A single *linear layer* has row-major input, output and gradients, so that ours has to turn them.
 - A single *convolution* is one that changes the channels or the size of the image.
 
@@ -56,12 +56,27 @@ class ConvShape:
 def linear_chain(width: int, sparsity: float, batch: int, limit: float) -> Groups:
     """Four linear layers, forward and backward, and forward alone also against CSR."""
     ours = _linears(width, LAYERS, sparsity)
+    use_engine(ours, True)
     x = torch.randn(batch, width)
     turned = layout.to_batch_last(x)
     csr = _csr_chain(ours)
-    training: Functions = {(OURS, ""): _training(ours, turned), **_limits(ours, turned)}
-    forward: Functions = {(OURS, ""): _forward(ours, turned), (CSR, ""): _forward(csr, turned)}
+    training: Functions = {(OURS, ""): _training(ours, x), **_limits(ours, x)}
+    forward: Functions = {(OURS, ""): _forward(ours, x), (CSR, ""): _forward(csr, turned)}
     _check("torch.sparse", csr, turned, like=ours)
+    if (dense := _dense(ours, limit, gradients=True)) is not None:
+        _check("dense", dense, x, like=ours)
+        training[DENSE, "contiguous"] = _training(dense, x)
+        forward[DENSE, "contiguous"] = _forward(dense, x)
+    yield TRAINING, training
+    yield FORWARD, forward
+
+
+def drop_in_chain(width: int, sparsity: float, batch: int, limit: float) -> Groups:
+    """Four linear layers in place of dense ones in an ``nn.Sequential``: nothing is converted."""
+    ours = _linears(width, LAYERS, sparsity)
+    x = torch.randn(batch, width)
+    training: Functions = {(OURS, ""): _training(ours, x)}
+    forward: Functions = {(OURS, ""): _forward(ours, x)}
     if (dense := _dense(ours, limit, gradients=True)) is not None:
         _check("dense", dense, x, like=ours)
         training[DENSE, "contiguous"] = _training(dense, x)
@@ -99,7 +114,7 @@ def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
     x = torch.randn(batch, shape.n_in, shape.image, shape.image)
     turned = layout.to_batch_last(x)
     dense = _dense_formats(ours, x)
-    training: Functions = {(OURS, ""): _training(ours, turned), **_limits(ours, turned)}
+    training: Functions = {(OURS, ""): _training(ours, x), **_limits(ours, x)}
     for name, (model, its_x) in dense.items():
         training[DENSE, name] = _training(model, its_x)
     layers = [module for module in ours if isinstance(module, SparseConv2d)]
@@ -109,7 +124,7 @@ def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
             if _agrees(module, its_x, like=ours):  # one of them is wrong for odd batch sizes
                 training[peer, name] = _training(module, its_x)
     yield TRAINING, training
-    forward: Functions = {(OURS, ""): _forward(ours, turned)}
+    forward: Functions = {(OURS, ""): _forward(ours, x)}
     forward |= {(DENSE, name): _forward(*it) for name, it in dense.items()}
     yield FORWARD, forward
 
@@ -117,6 +132,7 @@ def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
 def linear_inference(width: int, sparsity: float, limit: float) -> Groups:
     """One sample through four linear layers."""
     ours = _linears(width, LAYERS, sparsity)
+    use_engine(ours, True)
     x = torch.randn(1, width)
     functions: Functions = {(OURS, ""): _forward(ours, x)}
     for name, csr in (("matrix", _csr_chain(ours)), ("vector", _csr_chain_of_vectors(ours))):
@@ -141,15 +157,12 @@ def conv_inference(shape: ConvShape, sparsity: float) -> Groups:
 
 
 def _linears(width: int, count: int, sparsity: float) -> nn.Sequential:
-    """One layer, or copies of it with ReLU, in a model that runs as a converted one does: drawing the
-    connections anew would take long."""
+    """One layer, or copies of it with ReLU: drawing the connections anew would take long."""
     layer = SparseLinear(width, width, sparsity=sparsity)
     if count == 1:
         return nn.Sequential(layer)
     copies = [layer, *(copy.deepcopy(layer) for _ in range(count - 1))]
-    chain = nn.Sequential(*(module for each in copies for module in (each, nn.ReLU())))
-    use_engine(chain)
-    return chain
+    return nn.Sequential(*(module for each in copies for module in (each, nn.ReLU())))
 
 
 def _convs(shape: ConvShape, sparsity: float) -> nn.Sequential:
@@ -161,7 +174,9 @@ def _convs(shape: ConvShape, sparsity: float) -> nn.Sequential:
             model = nn.Sequential(*(module for pair in pairs for module in pair))
         else:
             model = nn.Sequential(nn.Conv2d(*arguments))
-    return rewire.sparsify(model, sparsity=sparsity, assignment="uniform")
+    model = rewire.sparsify(model, sparsity=sparsity, assignment="uniform")
+    use_engine(model, True)
+    return model
 
 
 def _dense(ours: nn.Sequential, limit: float, gradients: bool) -> nn.Sequential | None:
