@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,10 +20,12 @@ from rewire.bench import (
     layers,
     limits,
     machine,
+    memory,
     peers,
     profiling,
     show,
     step,
+    step_show,
     timing,
     workloads,
 )
@@ -240,6 +243,61 @@ def test_an_interrupted_run_shows_what_it_has(
     assert "Four linear layers" in done.output
     assert "Interrupted" in done.output
     assert not list(tmp_path.iterdir())
+
+
+# Memory -------------------------------------------------------------------------------------------
+
+
+def test_memory_is_measured_in_processes_of_their_own(tmp_path: Path) -> None:
+    """The dense step has at least its gradients and its momentum, which the sparse one is spared."""
+    file = tmp_path / "step.json"
+    arguments = ("--model", "mlp", "--engine", "both", "--memory", "--json", file)
+    done = run("bench", "step", *TINY, *arguments)
+    assert done.exit_code == 0, done.output
+    assert "Memory of a training step" in done.output
+    found = [memory.Memory(**row) for row in json.loads(file.read_text())["memory"]]
+    assert [(one.model, one.sparsity, one.batch, one.engine) for one in found] == [
+        ("mlp", 0, 4, None),
+        ("mlp", 0.9, 4, "on"),
+        ("mlp", 0.9, 4, "off"),
+    ]
+    dense = 4e-6 * sum(p.numel() for p in step.WORKLOADS["mlp"].build().parameters())
+    if Path("/proc/self/clear_refs").exists():
+        assert all(0 < one.step_mb < one.peak_mb for one in found)
+        assert found[0].step_mb > 2 * dense
+        assert all(one.step_mb < 2 * dense for one in found[1:])
+
+
+def dies(*_: Any) -> None:
+    os._exit(1)
+
+
+def test_a_process_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_measured", dies)
+    message = r"the memory of mlp \(dense\) at batch 4 was killed.*try a smaller batch"
+    with pytest.raises(RuntimeError, match=message):
+        memory.measure(step.Plan(models=("mlp",), sparsities=(0.9,), batch=4))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux has")
+def test_a_peak_is_of_what_was_there_at_once() -> None:
+    before = memory._forget_peak()
+    torch.ones(25_000_000).sum()  # 100 MB, let go at once
+    assert 90e6 < memory._peak() - before < 150e6
+    if os.access("/proc/self/clear_refs", os.W_OK):
+        memory._forget_peak()
+        assert memory._peak() - before < 50e6
+
+
+def test_memory_is_shown_beside_that_of_the_dense_model() -> None:
+    sizes = {("a", 0.0, None): 900.4, ("a", 0.9, "on"): 10, ("a", 0.9, "off"): 20}
+    found = [memory.Memory(*key[:2], 4, key[2], size, 2000) for key, size in sizes.items()]
+    screen = show.console()
+    with screen.capture() as captured:
+        screen.print(step_show.memory_table(found))
+    lines = [line.split() for line in captured.get().splitlines()]
+    assert ["model", "sparsity", "engine", "on", "engine", "off", "dense"] in lines
+    assert ["a", "90", "%", "10", "MB", "20", "MB", "900", "MB"] in lines
 
 
 # Timing -------------------------------------------------------------------------------------------

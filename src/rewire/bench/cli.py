@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from rewire.bench.case import Case, Result
+    from rewire.bench.memory import Memory
     from rewire.bench.rewiring import Cost
+    from rewire.bench.step import Plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -143,6 +145,13 @@ def step(
             "autograd, optimizer; and the slowest kernels.",
         ),
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Also measure how much memory a step takes, each in a process of its own.",
+        ),
+    ] = False,
     json_file: Json = None,
     plot_file: Plot = None,
 ) -> None:
@@ -192,6 +201,8 @@ def step(
                 "batch": plan.batch,
                 "engines": [asdict(one) for one in found],
             }
+        if memory and whole:
+            more["memory"] = [asdict(one) for one in _memory(screen, plan, results)]
         _finish(screen, "step", results, whole, more, json_file, plot_file, plot.save)
 
 
@@ -251,6 +262,17 @@ def rewiring(
         more = {"growth": [asdict(one) for one in growth], "million_draws_ms": draws}
         draw = rewiring_show.save_plot
         _finish(screen, "rewiring", costs, whole, more, json_file, plot_file, draw)
+
+
+def _memory(screen: Console, plan: Plan, results: Sequence[Result]) -> list[Memory]:
+    """The memory of steps, dense ones in the memory format that was the faster one at first."""
+    from rewire.bench import memory, step_show
+
+    formats = {result.shape: result.dense_format for result in reversed(results)}
+    with screen.status("memory") as status:
+        found = memory.measure(plan, [formats[name] for name in plan.models], status.update)
+    screen.print(step_show.memory_table(found))
+    return found
 
 
 def _measure(

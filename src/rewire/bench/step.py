@@ -98,8 +98,9 @@ def _groups(workload: Workload, sparsity: float, batch: int, engines: tuple[str,
 
 
 def converted(workload: Workload, sparsity: float, engine: str) -> nn.Module:
-    """The sparse model, with the engine on or off."""
-    model = workload.build()
+    """The sparse model, with the engine on or off. Its dense weights are never there."""
+    with torch.device("meta"):
+        model = workload.build()
     model = rewire.sparsify(model, sparsity=sparsity, assignment=workload.assignment)
     use_engine(model, engine == "on")
     return model

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from rich import box
 from rich.table import Table
 
+from rewire.bench.memory import Memory
 from rewire.bench.profiling import Profile
 from rewire.bench.show import ms
 
@@ -36,6 +37,25 @@ def profile_tables(what: str, found: Sequence[Profile]) -> Iterable[Table]:
             calls = f"{kernel.calls:.0f}"
             table.add_row(kernel.name, kernel.phase, calls, ms(kernel.milliseconds), share)
         yield table
+
+
+def memory_table(found: Sequence[Memory]) -> Table:
+    """Megabytes of a step, dense and sparse."""
+    engines = [e for e in dict.fromkeys(one.engine for one in found) if e is not None]
+    table = _table("Memory of a training step, beside model and data", "model")
+    for name in ("sparsity", *(f"engine {engine}" for engine in engines), "dense"):
+        table.add_column(name, justify="right", no_wrap=True)
+    last = ""
+    for model, sparsity in dict.fromkeys((m.model, m.sparsity) for m in found if m.engine):
+        if last and model != last:
+            table.add_section()
+        mine = {m.engine: m for m in found if m.model == model and m.sparsity == sparsity}
+        (dense,) = (m for m in found if m.model == model and m.engine is None)
+        sizes = (f"{mine[engine].step_mb:,.0f} MB" for engine in engines)
+        name = "" if model == last else model
+        table.add_row(name, f"{100 * sparsity:g} %", *sizes, f"{dense.step_mb:,.0f} MB")
+        last = model
+    return table
 
 
 def _table(title: str, first: str) -> Table:
