@@ -3,7 +3,6 @@
 import gc
 import json
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,19 +19,15 @@ from rewire.bench import (
     layers,
     limits,
     machine,
-    memory,
     peers,
-    profiling,
     show,
-    step,
-    step_show,
     timing,
     workloads,
 )
 from rewire.bench.case import CSR, DENSE, FORWARD, LIMIT, OURS, TRAINING, Case, Functions, Result
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
-from rewire.engine import execute, planned
+from rewire.engine import planned
 from rewire.ops import native
 
 TINY = ["--rounds", "1", "--sparsity", "0.9", "--batch", "4"]
@@ -117,118 +112,6 @@ def test_layers_are_measured_shown_and_written(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == [file, picture]  # nothing temporary is left
 
 
-def test_steps_are_measured_profiled_and_written(tmp_path: Path) -> None:
-    file, picture = tmp_path / "step.json", tmp_path / "step.svg"
-    arguments = ("--model", "mlp", "--profile", "--json", file, "--plot", picture)
-    done = run("bench", "step", *TINY, *arguments)
-    assert done.exit_code == 0, done.output
-    assert "Where the time of our step goes: mlp, 90 % sparse" in done.output
-    assert "Kernels that take most, engine on: mlp, 90 % sparse" in done.output
-    document = json.loads(file.read_text())
-    (result,) = document["results"]
-    assert (result["kind"], result["shape"], result["mode"]) == ("model", "mlp", "training step")
-    assert (result["engine"], result["off_ms"], result["off_ratio"]) == ("on", None, None)
-    profile = document["profile"]
-    assert (profile["model"], profile["sparsity"], profile["batch"]) == ("mlp", 0.9, 4)
-    assert [one["engine"] for one in profile["engines"]] == ["on"]
-    assert "svg" in picture.read_text()
-
-
-@pytest.mark.parametrize(
-    ("engine", "headings", "absent"),
-    [
-        ("on", ["ours", "speed-up"], ["engine on", "engine off"]),
-        ("off", ["engine off", "speed-up"], ["ours", "engine on"]),
-        ("both", ["engine on", "engine off", "speed-up on", "speed-up off"], ["ours"]),
-    ],
-)
-def test_steps_run_with_the_engine_on_off_or_both(
-    engine: str, headings: list[str], absent: list[str], tmp_path: Path
-) -> None:
-    file, picture = tmp_path / "step.json", tmp_path / "step.svg"
-    arguments = ("--model", "mlp", "--engine", engine, "--json", file, "--plot", picture)
-    done = run("bench", "step", *TINY, *arguments)
-    assert done.exit_code == 0, done.output
-    (row,) = [line for line in done.output.splitlines() if line.strip().startswith("model ")]
-    assert all(heading in row for heading in headings)
-    assert not any(heading in row for heading in absent)
-    (result,) = [Result(**row) for row in json.loads(file.read_text())["results"]]
-    assert result.engine == ("off" if engine == "off" else "on")
-    assert result.dense_ms is not None
-    assert result.ratio == pytest.approx(result.dense_ms / result.ours_ms)
-    if engine == "both":
-        assert result.off_ms is not None
-        assert result.off_ratio == pytest.approx(result.dense_ms / result.off_ms)
-    else:
-        assert (result.off_ms, result.off_ratio) == (None, None)
-    legend = picture.read_text().count("<!-- mlp, engine off -->")
-    assert legend == (engine != "on")
-
-
-def test_means_are_of_either_engine() -> None:
-    """One column for each, in the rows and in the geometric means."""
-    results = [
-        Result("model", name, 0.9, 4, "training step", 1.0, on, ratio=on, off_ms=2.0, off_ratio=off)
-        for name, on, off in (("a", 2.0, 1.0), ("b", 8.0, 4.0))
-    ]
-    screen = show.console()
-    with screen.capture() as captured:
-        for table in show.tables(results):
-            screen.print(table)
-    lines = [line.split() for line in captured.get().splitlines()]
-    assert ["a", "90", "%", "1.00", "ms", "2.00", "ms", "2.00", "ms", "2.00x", "1.00x"] in lines
-    assert ["geometric", "mean", "90", "%", "4.00x", "2.00x"] in lines
-    assert show.line(results[:1]) == "training step 2.00x, engine off 1.00x"
-
-
-# Profiles -----------------------------------------------------------------------------------------
-
-KINDS = ["kernels, forward", "kernels, backward", "torch operators", "recording", "autograd"]
-KINDS += ["optimizer", "zero_grad + loss"]
-
-
-@pytest.mark.parametrize("name", ["mlp", "gpt"])  # with a plan, and with layers by themselves
-def test_the_kinds_of_a_profile_are_the_whole_step(name: str) -> None:
-    on, off = profiling.where_time_goes(name, 0.9, 8, engines=("on", "off"), steps=2)
-    assert (on.engine, off.engine) == ("on", "off")
-    assert [kind.name for kind in on.kinds] == KINDS
-    assert [kind.name for kind in off.kinds] == [*KINDS[:3], "Python, forward", *KINDS[4:]]
-    for one in (on, off):
-        assert sum(kind.share for kind in one.kinds) == pytest.approx(1)
-        assert sum(kind.milliseconds for kind in one.kinds) == pytest.approx(one.step_ms)
-        assert all(kind.milliseconds >= 0 for kind in one.kinds)
-        times = [kernel.milliseconds for kernel in one.kernels]
-        assert times == sorted(times, reverse=True)
-
-
-@pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-def test_kernels_of_a_profile_are_the_steps_of_the_plan_or_the_native_functions() -> None:
-    """The counts of a step: three linear layers, of which the first needs no input gradient."""
-    on, off = profiling.where_time_goes("mlp", 0.9, 64, engines=("on", "off"), steps=1)
-    found = {(kernel.phase, kernel.name): kernel.calls for kernel in on.kernels}
-    assert found["forward", "ConvForward"] == 3
-    assert found["backward", "ConvBackward"] + found["backward", "WeightGradient"] == 3
-    assert {phase for phase, _ in found} == {"forward", "backward"}
-    found = {(kernel.phase, kernel.name): kernel.calls for kernel in off.kernels}
-    assert found == {("forward", "forward_rows"): 3, ("backward", "gradients_rows"): 3}
-
-
-def test_a_profile_leaves_nothing_behind_and_changes_no_number() -> None:
-    x, y = torch.randn(4, 784), torch.randint(10, (4,))
-    model = step.converted(step.WORKLOADS["mlp"], 0.9, "on")
-    before = native.kernels, planned._Pass.run
-    expected = model(x)
-    for one_by_one in (False, True):
-        clock = profiling._Clock()
-        with profiling._timed(clock, one_by_one):
-            assert torch.equal(model(x), expected)
-    assert (native.kernels, planned._Pass.run) == before
-    for plan in execute._plans.values():
-        assert not isinstance(plan._forward.plan, profiling._TimedPlan)
-    parts = step.phases(model, x, y)
-    assert list(parts) == ["zero_grad", "forward", "loss", "backward", "optimizer"]
-
-
 def test_an_interrupted_run_shows_what_it_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,61 +126,6 @@ def test_an_interrupted_run_shows_what_it_has(
     assert "Four linear layers" in done.output
     assert "Interrupted" in done.output
     assert not list(tmp_path.iterdir())
-
-
-# Memory -------------------------------------------------------------------------------------------
-
-
-def test_memory_is_measured_in_processes_of_their_own(tmp_path: Path) -> None:
-    """The dense step has at least its gradients and its momentum, which the sparse one is spared."""
-    file = tmp_path / "step.json"
-    arguments = ("--model", "mlp", "--engine", "both", "--memory", "--json", file)
-    done = run("bench", "step", *TINY, *arguments)
-    assert done.exit_code == 0, done.output
-    assert "Memory of a training step" in done.output
-    found = [memory.Memory(**row) for row in json.loads(file.read_text())["memory"]]
-    assert [(one.model, one.sparsity, one.batch, one.engine) for one in found] == [
-        ("mlp", 0, 4, None),
-        ("mlp", 0.9, 4, "on"),
-        ("mlp", 0.9, 4, "off"),
-    ]
-    dense = 4e-6 * sum(p.numel() for p in step.WORKLOADS["mlp"].build().parameters())
-    if Path("/proc/self/clear_refs").exists():
-        assert all(0 < one.step_mb < one.peak_mb for one in found)
-        assert found[0].step_mb > 2 * dense
-        assert all(one.step_mb < 2 * dense for one in found[1:])
-
-
-def dies(*_: Any) -> None:
-    os._exit(1)
-
-
-def test_a_process_that_is_killed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_measured", dies)
-    message = r"the memory of mlp \(dense\) at batch 4 was killed.*try a smaller batch"
-    with pytest.raises(RuntimeError, match=message):
-        memory.measure(step.Plan(models=("mlp",), sparsities=(0.9,), batch=4))
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads what Linux has")
-def test_a_peak_is_of_what_was_there_at_once() -> None:
-    before = memory._forget_peak()
-    torch.ones(25_000_000).sum()  # 100 MB, let go at once
-    assert 90e6 < memory._peak() - before < 150e6
-    if os.access("/proc/self/clear_refs", os.W_OK):
-        memory._forget_peak()
-        assert memory._peak() - before < 50e6
-
-
-def test_memory_is_shown_beside_that_of_the_dense_model() -> None:
-    sizes = {("a", 0.0, None): 900.4, ("a", 0.9, "on"): 10, ("a", 0.9, "off"): 20}
-    found = [memory.Memory(*key[:2], 4, key[2], size, 2000) for key, size in sizes.items()]
-    screen = show.console()
-    with screen.capture() as captured:
-        screen.print(step_show.memory_table(found))
-    lines = [line.split() for line in captured.get().splitlines()]
-    assert ["model", "sparsity", "engine", "on", "engine", "off", "dense"] in lines
-    assert ["a", "90", "%", "10", "MB", "20", "MB", "900", "MB"] in lines
 
 
 # Timing -------------------------------------------------------------------------------------------
@@ -436,16 +264,6 @@ def test_every_convolution_can_be_measured() -> None:
         for mode, functions in case.groups():
             assert mode in case.modes
             assert {(OURS, ""), (DENSE, "contiguous"), (DENSE, "channels_last")} <= set(functions)
-
-
-@pytest.mark.parametrize("name", list(step.WORKLOADS))
-def test_every_model_takes_a_step(name: str) -> None:
-    plan = step.Plan(models=(name,), sparsities=(0.98,), batch=2)
-    (case,) = step.cases(plan)
-    ((_, functions),) = case.groups()
-    convolutional = name in ("vgg16", "resnet56")
-    assert ((DENSE, "channels_last") in functions) == convolutional
-    functions[OURS, ""]()
 
 
 def test_what_computes_something_else_is_not_compared() -> None:
