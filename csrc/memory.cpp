@@ -28,7 +28,6 @@ std::size_t rounded(std::size_t bytes) {
 struct Cache {
     struct Block {
         std::size_t bytes;
-        bool panels;
         void* data;
     };
     std::mutex mutex;
@@ -38,9 +37,9 @@ struct Cache {
     std::size_t limit() const { return peak + std::max(peak / 4, kSlack); }
 
     // Of this size, the last one that was given back: it may still be in the processor's cache.
-    void* find(std::size_t bytes, bool panels) {
-        const auto last = std::find_if(blocks.rbegin(), blocks.rend(),
-                                       [&](const Block& b) { return b.bytes == bytes && b.panels == panels; });
+    void* find(std::size_t bytes) {
+        const auto last =
+            std::find_if(blocks.rbegin(), blocks.rend(), [&](const Block& b) { return b.bytes == bytes; });
         if (last == blocks.rend()) return nullptr;
         void* const data = last->data;
         blocks.erase(std::next(last).base());
@@ -74,11 +73,11 @@ Cache& cache() {
 
 }  // namespace
 
-void* take_memory(std::size_t bytes, bool panels) {
+void* take_memory(std::size_t bytes) {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
-    void* data = c.find(bytes, panels);
+    void* data = c.find(bytes);
     if (!data) {
         c.make_room(bytes);
         data = allocate_pages(bytes, bytes >= kHugePage);
@@ -88,13 +87,13 @@ void* take_memory(std::size_t bytes, bool panels) {
     return data;
 }
 
-void give_memory(void* data, std::size_t bytes, bool panels) {
+void give_memory(void* data, std::size_t bytes) {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
     c.used -= bytes;
     c.kept += bytes;
-    c.blocks.push_back({bytes, panels, data});
+    c.blocks.push_back({bytes, data});
 }
 
 std::size_t empty_cache() {

@@ -66,18 +66,19 @@ void complement(const ByOutput& active, int64_t n_in, int64_t n_out, int32_t* pt
     });
 }
 
-void replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subset, const uint8_t* grown,
-             int64_t n_out, int32_t* ptr, int32_t* indices, int32_t* source, int threads) {
+int64_t replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subset, const uint8_t* grown,
+                int64_t n_out, int64_t count, int32_t* ptr, int32_t* indices, int32_t* source, int threads) {
     threads = worth_sharing(int64_t(active.ptr[n_out]) + subset.ptr[n_out], threads);
     pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
-            int32_t count = 0;
-            for (int32_t e = active.ptr[r]; e < active.ptr[r + 1]; e++) count += !pruned[e];
-            for (int32_t e = subset.ptr[r]; e < subset.ptr[r + 1]; e++) count += grown[e] != 0;
-            ptr[r + 1] = count;
+            int32_t here = 0;
+            for (int32_t e = active.ptr[r]; e < active.ptr[r + 1]; e++) here += !pruned[e];
+            for (int32_t e = subset.ptr[r]; e < subset.ptr[r + 1]; e++) here += grown[e] != 0;
+            ptr[r + 1] = here;
         }
     });
     running_total(ptr, n_out);
+    if (ptr[n_out] != count) return ptr[n_out];
     pieces(n_out, rows_each(n_out), threads, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; r++) {
             int32_t a = active.ptr[r], s = subset.ptr[r];
@@ -92,6 +93,7 @@ void replace(const ByOutput& active, const uint8_t* pruned, const ByOutput& subs
             }
         }
     });
+    return count;
 }
 
 template <class T>

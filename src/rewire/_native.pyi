@@ -2,69 +2,98 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any, ClassVar
 
+from torch import Tensor
+
 f32: _Kernels
 f64: _Kernels
-Loops: Any
-Stream: Any
 
 def supported() -> list[str]: ...
 def current() -> str: ...
 def use(name: str) -> None: ...
 def shares_torch_threads() -> bool: ...
 def empty_cache() -> int: ...
-def first_bad_row(
-    indptr: int, indices: int, rows: int, inputs: int, count: int, threads: int
-) -> int: ...
+
+class Loops:
+    def __init__(
+        self, rows: int, entries: float, pieces: int, count: int, threads: int, /
+    ) -> None: ...
+    def forward(self, times: int, /) -> None: ...
+    def backward(self, times: int, /) -> None: ...
+
+# Connections: see csrc/sampling.h, csrc/drawing.h and csrc/topology.h, which say what each function does.
+# Tensors are contiguous and on the CPU; indices are int32, masks bool. Results are written to the last
+# tensors that are given. Types and numbers of elements are checked before anything is computed.
+
+class Stream:
+    def __init__(self, seed: int, purpose: int, step: int, layer: int) -> None: ...
+
+def first_bad_row(*, indptr: Tensor, indices: Tensor, n_in: int, threads: int) -> int: ...
 def by_input(
-    indptr: int,
-    indices: int,
+    *,
+    indptr: Tensor,
+    indices: Tensor,
     in_channels: int,
-    out_channels: int,
     taps: int,
-    slots: int,
-    outputs: int,
-    order: int,
+    slots: Tensor,
+    outputs: Tensor,
+    order: Tensor,
     threads: int,
 ) -> None: ...
-def alias(weights: list[int], sizes: list[int], columns: list[int], threads: int) -> None: ...
+def alias(*, weights: Sequence[Tensor], tables: Sequence[Tensor], threads: int) -> None: ...
 def draw(
-    stream: Any,
+    *,
+    stream: Stream,
     draws: int,
     n_in: int,
     n_out: int,
-    inputs: int,
-    outputs: int,
-    indptr: int,
-    indices: int,
-    to_indptr: int,
-    to_indices: int,
+    inputs: Tensor | None,
+    outputs: Tensor | None,
+    indptr: Tensor,
+    indices: Tensor,
+    to_indptr: Tensor,
+    to_indices: Tensor,
     threads: int,
 ) -> int: ...
 def complement(
-    indptr: int,
-    indices: int,
+    *,
+    indptr: Tensor,
+    indices: Tensor,
     n_in: int,
     n_out: int,
-    to_indptr: int,
-    to_indices: int,
+    to_indptr: Tensor,
+    to_indices: Tensor,
     threads: int,
 ) -> None: ...
 def replace(
-    indptr: int,
-    indices: int,
-    pruned: int,
-    subset_indptr: int,
-    subset_indices: int,
-    grown: int,
-    n_out: int,
-    to_indptr: int,
-    to_indices: int,
-    source: int,
+    *,
+    indptr: Tensor,
+    indices: Tensor,
+    pruned: Tensor,
+    subset_indptr: Tensor,
+    subset_indices: Tensor,
+    grown: Tensor,
+    to_indptr: Tensor,
+    to_indices: Tensor,
+    source: Tensor,
     threads: int,
 ) -> None: ...
-def mark(indptr: int, indices: int, chosen: int, n_in: int, n_out: int, bits: int) -> int: ...
+def mark(
+    *,
+    indptr: Tensor,
+    indices: Tensor,
+    chosen: Tensor | None,
+    n_in: int,
+    n_out: int,
+    bits: Tensor,
+) -> int: ...
 def sketch(
-    indptr: int, indices: int, chosen: int, n_in: int, n_out: int, registers: int
+    *,
+    indptr: Tensor,
+    indices: Tensor,
+    chosen: Tensor | None,
+    n_in: int,
+    n_out: int,
+    registers: Tensor,
 ) -> None: ...
 
 # Plans: see csrc/engine.h and csrc/steps.h, which say what each step does.
@@ -1109,4 +1138,21 @@ class _Kernels:
     """The kernels of one element type; each type has a ``Plan`` of its own."""
 
     Plan: type[Plan]
+    def select(
+        self, *, scores: Tensor, count: int, largest: bool, chosen: Tensor, threads: int
+    ) -> None: ...
+    def follow(
+        self, *, x: Tensor, source: Tensor, fresh: float, out: Tensor, threads: int
+    ) -> None: ...
+    def unit_sums(self, *, x: Tensor, signs: Tensor | None, sums: Tensor, threads: int) -> None: ...
+    def signs(
+        self,
+        *,
+        stream: Stream,
+        first: int,
+        samples: int,
+        positions: int,
+        out: Tensor,
+        threads: int,
+    ) -> None: ...
     def __getattr__(self, name: str) -> Any: ...

@@ -36,19 +36,31 @@ class Counter:
 
     def add(self, rows: Rows, chosen: Tensor | None = None) -> None:
         """Count connections; of these, the chosen ones alone if a mask is given."""
-        if native.available():
-            module = native.module()
-            count = module.mark if self.exact is not None else module.sketch
-            fresh = count(
-                *(rows.indptr.data_ptr(), rows.indices.data_ptr(), native.address(chosen)),
-                *(self.n_in, self.n_out, self.memory.data_ptr()),
+        if not native.available():
+            keys = _keys(rows, self.n_in)
+            keys = keys if chosen is None else keys[chosen]
+            if self.exact is not None:
+                self.exact += _mark(keys.numpy(), self.memory.numpy())
+            else:
+                _sketch(keys.numpy(), self.memory.numpy())
+        elif self.exact is not None:
+            self.exact += native.extension.mark(
+                indptr=rows.indptr,
+                indices=rows.indices,
+                chosen=chosen,
+                n_in=self.n_in,
+                n_out=self.n_out,
+                bits=self.memory,
             )
         else:
-            keys = _keys(rows, self.n_in)
-            add = _mark if self.exact is not None else _sketch
-            fresh = add((keys if chosen is None else keys[chosen]).numpy(), self.memory.numpy())
-        if self.exact is not None:
-            self.exact += int(fresh)
+            native.extension.sketch(
+                indptr=rows.indptr,
+                indices=rows.indices,
+                chosen=chosen,
+                n_in=self.n_in,
+                n_out=self.n_out,
+                registers=self.memory,
+            )
 
     def total(self) -> int:
         """How many there are, or about how many."""

@@ -7,10 +7,13 @@ import types
 import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rewire._native import _Kernels
 
 try:
     import rewire._native as _module
@@ -22,6 +25,8 @@ except ImportError as error:  # built without a compiler, or for another machine
         RuntimeWarning,
         stacklevel=2,
     )
+
+extension = _module  # with its types; only for the ops, where it is `available()`
 
 
 class PerformanceWarning(UserWarning):
@@ -71,7 +76,7 @@ def module() -> Any:
     return _module
 
 
-def kernels(x: Tensor) -> Any | None:
+def kernels(x: Tensor) -> _Kernels | None:
     """The kernels for the device and type of ``x``, or None where the reference has to do."""
     if _module is None or not x.is_cpu:
         return None

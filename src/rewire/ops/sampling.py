@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from rewire.ops import layout, native, products, reference
 from rewire.ops.reference import Convolution
+
+if TYPE_CHECKING:
+    from rewire import _native
 
 _LIMIT = 2**31 - 1
 _PRIME = 2**61 - 1
@@ -53,8 +56,8 @@ class Stream(NamedTuple):
             counter=np.array([0, self.layer, self.step, 0], dtype=np.uint64),
         )
 
-    def _native(self) -> Any:
-        return native.module().Stream(self.seed & _WORD, self.purpose, self.step, self.layer)
+    def _native(self) -> _native.Stream:
+        return native.extension.Stream(self.seed & _WORD, self.purpose, self.step, self.layer)
 
 
 class Alias(NamedTuple):
@@ -93,11 +96,10 @@ def alias_tables(*weights: Tensor | None) -> list[Alias | None]:
         for w, table in made:
             _vose(w.numpy(), table.threshold.numpy(), table.alias.numpy())
     elif made:
-        native.module().alias(
-            [w.data_ptr() for w, _ in made],
-            [w.numel() for w, _ in made],
-            [table.columns.data_ptr() for _, table in made],
-            native.threads(),
+        native.extension.alias(
+            weights=[w for w, _ in made],
+            tables=[table.columns for _, table in made],
+            threads=native.threads(),
         )
     return tables
 
@@ -140,11 +142,18 @@ def draw(
     if not native.available():
         return _draw(stream, draws, n_in, n_out, active, inputs, outputs)
     rows = Rows(native.integers(n_out + 1), native.integers(draws))
-    kept = native.module().draw(
-        *(stream._native(), draws, n_in, n_out),
-        *(0 if table is None else table.columns.data_ptr() for table in (inputs, outputs)),
-        *(t.data_ptr() for t in (*active, *rows)),
-        native.threads(),
+    kept = native.extension.draw(
+        stream=stream._native(),
+        draws=draws,
+        n_in=n_in,
+        n_out=n_out,
+        inputs=None if inputs is None else inputs.columns,
+        outputs=None if outputs is None else outputs.columns,
+        indptr=active.indptr,
+        indices=active.indices,
+        to_indptr=rows.indptr,
+        to_indices=rows.indices,
+        threads=native.threads(),
     )
     few = kept < draws - draws // 8  # too few to hold on to the memory of all
     return Rows(rows.indptr, rows.indices[:kept].clone() if few else rows.indices[:kept])
@@ -198,9 +207,14 @@ def complement(active: Rows, n_in: int, n_out: int) -> Rows:
         )
     if native.available():
         rows = Rows(native.integers(n_out + 1), native.integers(count))
-        native.module().complement(
-            *(*(t.data_ptr() for t in active), n_in, n_out),
-            *(*(t.data_ptr() for t in rows), native.threads()),
+        native.extension.complement(
+            indptr=active.indptr,
+            indices=active.indices,
+            n_in=n_in,
+            n_out=n_out,
+            to_indptr=rows.indptr,
+            to_indices=rows.indices,
+            threads=native.threads(),
         )
         return rows
     inactive = torch.ones(n_in * n_out, dtype=torch.bool)
@@ -222,11 +236,17 @@ def replace(
         count = pruned.numel() - number(pruned) + number(grown)
         rows = Rows(native.integers(n_out + 1), native.integers(count))
         source = native.integers(count)
-        native.module().replace(
-            *(active.indptr.data_ptr(), active.indices.data_ptr(), pruned.data_ptr()),
-            *(subset.indptr.data_ptr(), subset.indices.data_ptr(), grown.data_ptr(), n_out),
-            *(rows.indptr.data_ptr(), rows.indices.data_ptr(), source.data_ptr()),
-            native.threads(),
+        native.extension.replace(
+            indptr=active.indptr,
+            indices=active.indices,
+            pruned=pruned,
+            subset_indptr=subset.indptr,
+            subset_indices=subset.indices,
+            grown=grown,
+            to_indptr=rows.indptr,
+            to_indices=rows.indices,
+            source=source,
+            threads=native.threads(),
         )
         return rows, source
     kept = (~pruned).nonzero().flatten()
@@ -264,9 +284,7 @@ def follow(x: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
     kernels, n = native.kernels(x), source.numel()
     if kernels is not None and x.is_contiguous():
         out = native.empty(kernels, (n,), (1,), x)
-        kernels.follow(
-            *(x.data_ptr(), source.data_ptr(), n, fresh, out.data_ptr(), native.threads())
-        )
+        kernels.follow(x=x, source=source, fresh=fresh, out=out, threads=native.threads())
         return out
     if x.numel() == 0:
         return x.new_full((n,), fresh)
@@ -288,7 +306,9 @@ def select(scores: Tensor, count: int, largest: bool = True) -> Tensor:
         return chosen.fill_(count > 0)
     kernels = native.kernels(scores)
     if kernels is not None:
-        kernels.select(scores.data_ptr(), n, count, largest, chosen.data_ptr(), native.threads())
+        kernels.select(
+            scores=scores, count=count, largest=largest, chosen=chosen, threads=native.threads()
+        )
         return chosen
     scores = torch.nan_to_num(scores, float("-inf"), float("inf"), float("-inf"))
     scores = -scores if largest else scores
@@ -314,7 +334,12 @@ def signs(
         kernels = native.kernels(out)
         assert kernels is not None
         kernels.signs(
-            *(stream._native(), first, samples, count, out.data_ptr(), native.threads()),
+            stream=stream._native(),
+            first=first,
+            samples=samples,
+            positions=count,
+            out=out,
+            threads=native.threads(),
         )
     else:
         coefficients = [int(word) % _PRIME for word in stream.words(4)]
@@ -366,12 +391,14 @@ def unit_sums(
     return gradient_over(conv, signs, x, every), outputs
 
 
-def _row_sums(kernels: Any, x: Tensor, rows: int, signs: Tensor | None) -> Tensor:
+def _row_sums(kernels: _native._Kernels, x: Tensor, rows: int, signs: Tensor | None) -> Tensor:
     """Of batch-last memory cut into so many rows."""
     sums = torch.zeros(rows, dtype=x.dtype)
     if x.numel():
         kernels.unit_sums(
-            *(x.data_ptr(), native.address(signs), rows, x.numel() // rows),
-            *(sums.data_ptr(), native.threads()),
+            x=x.movedim(0, -1),
+            signs=None if signs is None else signs.movedim(0, -1),
+            sums=sums,
+            threads=native.threads(),
         )
     return sums

@@ -56,10 +56,8 @@ def check_rows(indptr: Tensor, indices: Tensor, n_in: int, n_out: int) -> None:
 def _first_bad_row(indptr: Tensor, indices: Tensor, n_in: int) -> int:
     n_out, count = indptr.numel() - 1, indices.numel()
     if native.available() and indptr.is_cpu and indptr.is_contiguous() and indices.is_contiguous():
-        return int(
-            native.module().first_bad_row(
-                *(indptr.data_ptr(), indices.data_ptr(), n_out, n_in, count), native.threads()
-            )
+        return native.extension.first_bad_row(
+            indptr=indptr, indices=indices, n_in=n_in, threads=native.threads()
         )
     counts = indptr.diff()
     if int(indptr[0]) != 0:
@@ -88,10 +86,15 @@ def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topo
     n_out, count, device = indptr.numel() - 1, indices.numel(), indptr.device
     if native.available() and indptr.is_cpu:
         slots, outputs, order = map(native.integers, (channels * taps + 1, count, count))
-        native.module().by_input(
-            *(indptr.data_ptr(), indices.data_ptr(), channels, n_out, taps),
-            *(slots.data_ptr(), outputs.data_ptr(), order.data_ptr()),
-            native.threads(),
+        native.extension.by_input(
+            indptr=indptr,
+            indices=indices,
+            in_channels=channels,
+            taps=taps,
+            slots=slots,
+            outputs=outputs,
+            order=order,
+            threads=native.threads(),
         )
         return Topology(indptr, indices, slots, outputs, order)
     slot = indices.long() % channels * taps + indices.long() // channels
