@@ -129,11 +129,6 @@ def run_step(kernels: Any, step: Any, tensors: Sequence[Tensor], seeds: Sequence
     plan.run(0, 1, addresses, elements, 0, 0, [], list(seeds), threads())
 
 
-def address(x: Tensor | None) -> int:
-    """Where a tensor starts, 0 for none."""
-    return 0 if x is None else x.data_ptr()
-
-
 _wanted = os.environ.get("REWIRE_ISA")
 if _wanted and isinstance(_module, types.ModuleType):
     use_instruction_set(_wanted)
