@@ -1,4 +1,4 @@
-"""Running a graph as one function of autograd, by its plan."""
+"""Running a graph as one function of autograd, or a chain of them, by its plan."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.engine import private
+from rewire.engine import links, private
 from rewire.engine.graph import Graph
 from rewire.engine.lazy import data_of
+from rewire.engine.links import Gradients, Known
 from rewire.engine.ops import interpret
-from rewire.engine.planned import Planned
+from rewire.engine.plan import Segment
+from rewire.engine.planned import Backward, Planned
 from rewire.engine.run import Data, Run
 from rewire.ops import native
 
@@ -56,15 +58,26 @@ _MOST = 256  # graphs whose plans are kept
 
 
 class _Region(torch.autograd.Function):
-    """A graph to autograd: a function of all its inputs, parameters included."""
+    """A graph to autograd: a function of all its inputs, parameters included.
+
+    In a chain (:mod:`rewire.engine.links`) it is the last link, a function of the inputs of the first
+    segment and of the link before it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, planned: Planned, data: Data, written: list[bool], *tensors: Tensor
+        ctx: Any,
+        planned: Planned,
+        data: Data,
+        written: list[bool],
+        segment: Segment,
+        tensors: list[Tensor],
+        token: Tensor | None,
+        *mine: Tensor,
     ) -> Any:
         run = Run([data_of(t) for t in tensors], data)
         outputs = planned.forward(run)
-        ctx.planned, ctx.data, ctx.lock = planned, data, run.lock
+        ctx.planned, ctx.data, ctx.use, ctx.segment = planned, data, run.use, segment
         # Autograd keeps inputs and arena: it notices changes in place, and lets them go when it is done.
         kept = (None if w else t for t, w in zip(tensors, written, strict=True))
         ctx.save_for_backward(run.arena, *kept)
@@ -78,20 +91,22 @@ class _Region(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
         arena, *saved = ctx.saved_tensors
-        wanted = ctx.needs_input_grad[3:]
+        token, *wanted = ctx.needs_input_grad[5:]
+        gradients: Gradients
         if torch.is_grad_enabled():
             with private.without_functions():
                 # Each input gets a place of its own: one of them may be a function of another.
                 tensors = [None if t is None else t.view_as(t) for t in saved]
-            return (
-                None,
-                None,
-                None,
-                *derivatives(ctx.planned.graph, tensors, ctx.data, grads, wanted),
-            )
-        run = Run([None if t is None else data_of(t) for t in saved], ctx.data)
-        run.arena, run.lock = arena, ctx.lock
-        return None, None, None, *ctx.planned.backward(run, grads, wanted)
+            all_wanted = [token and t is not None and t.requires_grad for t in tensors]
+            for k, want in zip(ctx.segment.inputs, wanted, strict=True):
+                all_wanted[k] = want
+            gradients = Known(derivatives(ctx.planned.graph, tensors, ctx.data, grads, all_wanted))
+        else:
+            run = Run([None if t is None else data_of(t) for t in saved], ctx.data)
+            run.arena, run.use = arena, ctx.use
+            gradients = Backward(ctx.planned, run, grads)
+        found = gradients.take(ctx.segment, wanted)
+        return *(None,) * 5, links.hand_on(gradients) if token else None, *found
 
 
 def run(
@@ -113,6 +128,11 @@ def run(
             _plans.clear()
         planned = _plans[kind, key] = Planned(Graph.of(*key))
     if grad and any(node[4] for node in key[0]):
-        outputs: Sequence[Tensor] = private.apply(_Region, planned, data, written, *tensors)
+        segment, *earlier = planned.segments if links.wanted() else [planned.whole]
+        token = links.chain(earlier, tensors)
+        mine = [tensors[k] for k in segment.inputs]
+        outputs: Sequence[Tensor] = private.apply(
+            _Region, planned, data, written, segment, tensors, token, *mine
+        )
         return outputs
     return planned.forward(Run([data_of(t) for t in tensors], data))

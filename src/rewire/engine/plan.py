@@ -6,9 +6,11 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 ALIGNMENT = 64  # bytes: a cache line
+SEGMENTS = 8  # of a backward pass whose gradients are handed out as it goes on
+SEGMENT_BYTES = 1 << 16  # of gradients: less is not worth a function of autograd
 
 
 class Layout(Enum):
@@ -137,3 +139,59 @@ def place(steps: list[Step], role: Role, keep: set[Buffer], start: int = 0) -> i
         taken.append((at, at + size, buffer))
         total = max(total, at + size)
     return total
+
+
+class Segment(NamedTuple):
+    """A part of the backward steps.
+
+    Attributes:
+        last: the number of backward steps that have run at its end.
+        inputs: those of the region whose gradients are final then, and which no later step reads.
+        reads: inputs that its steps read.
+    """
+
+    last: int
+    inputs: tuple[int, ...]
+    reads: tuple[int, ...]
+
+
+def segments(steps: list[Step], inputs: int, most: int) -> list[Segment]:
+    """Cut backward steps into about ``most`` segments, each as soon as enough gradients are final.
+
+    Args:
+        steps: of the backward pass.
+        inputs: how many the region has; those without a gradient are the first segment's.
+        most: each segment but the last has at least one part in so many of the bytes of all parameters'
+            gradients, and at least SEGMENT_BYTES.
+    """
+    last: dict[int, int] = {}  # step that writes the gradient of an input, or reads the input
+    sizes: dict[int, int] = {}
+    reads: list[set[int]] = []
+    for index, step in enumerate(steps):
+        buffers = list(step.buffers())
+        reads.append({b.number for b in buffers if b.role is Role.INPUT})
+        sizes |= {
+            b.number: b.bytes if b.layout is Layout.FLAT else 0  # of parameters: what may be sent
+            for b in buffers
+            if b.role is Role.INPUT_GRAD
+        }
+        last |= {b.number: index for b in buffers if b.role in (Role.INPUT, Role.INPUT_GRAD)}
+    final = [0] * len(steps)  # bytes of gradients that nothing is done to after a step
+    for number, size in sizes.items():
+        final[last[number]] += size
+    least = max(SEGMENT_BYTES, sum(final) / most)
+    ends, size = [], 0
+    for index, more in enumerate(final):
+        size += more
+        if size >= least:
+            ends.append(index + 1)
+            size = 0
+    ends = [*(ends if size else ends[:-1]), len(steps)]
+    found = []
+    for first, end in zip([0, *ends], ends, strict=False):
+        mine = [k for k in sizes if first <= last[k] < end]
+        if not first:
+            mine += set(range(inputs)).difference(sizes)
+        read = set().union(*reads[first:end])
+        found.append(Segment(end, tuple(sorted(mine)), tuple(sorted(read))))
+    return found

@@ -6,6 +6,7 @@ sizes, and one arena.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from rewire.engine.graph import Graph
 from rewire.engine.lowering import lower
-from rewire.engine.plan import Buffer, Layout, Role, Step
+from rewire.engine.plan import SEGMENTS, Buffer, Layout, Role, Segment, Step, segments
 from rewire.engine.rules import PRODUCTS
 from rewire.engine.run import Run
 from rewire.ops import layout, native
@@ -106,28 +107,32 @@ class Planned:
     Attributes:
         graph: what is computed.
         plan: by which steps.
+        steps: those of the backward pass.
+        whole, segments: them as one segment, and as several that hand out gradients early.
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self._like = graph, torch.empty(0, dtype=graph.inputs[0].dtype)
-        self._kernels: Any = native.kernels(self._like)
+        self.graph, self.like = graph, torch.empty(0, dtype=graph.inputs[0].dtype)
+        self._kernels: Any = native.kernels(self.like)
         self.plan = lower(graph, layout.panel_width(self._kernels))
         self._forward = _Pass(self.plan.forward, self._kernels, self.plan.arena)
-        self._backward = _Pass(self.plan.backward, self._kernels, self.plan.arena)
-        self._exports = 2 * sum(map(len, self.plan.probes.values()))
+        self.steps = _Pass(self.plan.backward, self._kernels, self.plan.arena)
+        self.exports = 2 * sum(map(len, self.plan.probes.values()))
         inputs, outputs = len(graph.inputs), len(graph.outputs)
         numbers = [node.attrs.topology for node in graph.nodes if node.op in PRODUCTS]  # type: ignore[attr-defined]
         self._layers = 1 + max(numbers, default=-1)
         given = (Role.INPUT, inputs), (Role.INDEX, self._layers * len(Topology._fields))
         self._forward.bind(*given, (Role.OUTPUT, outputs))
         gradients = (Role.OUTPUT_GRAD, outputs), (Role.INPUT_GRAD, inputs)
-        self._backward.bind(*given, *gradients, (Role.EXPORT, self._exports))
+        self.steps.bind(*given, *gradients, (Role.EXPORT, self.exports))
+        (self.whole,) = segments(self.plan.backward, inputs, 1)
+        self.segments = segments(self.plan.backward, inputs, SEGMENTS)
 
     def forward(self, run: Run) -> list[Tensor]:
         """The values that escape; the run keeps the arena, which the backward pass reads."""
-        outputs = [self._empty(self.graph.nodes[ref].shape) for ref in self.graph.outputs]
-        run.arena = self._empty((-(-self.plan.arena // self._like.element_size()),))
-        self._forward.run([*self._given(run), *outputs], run)
+        outputs = [self.empty(self.graph.nodes[ref].shape) for ref in self.graph.outputs]
+        run.arena = self.empty((-(-self.plan.arena // self.like.element_size()),))
+        self._forward.run([*self.given(run), *outputs], run)
         return outputs
 
     def prepare(self, run: Run) -> None:
@@ -135,62 +140,91 @@ class Planned:
         where the backward pass reads it."""
         steps = self.plan.forward
         last = next(at for at, step in enumerate(steps) if step.node >= 0)
-        run.arena = self._empty((-(-self.plan.arena // self._like.element_size()),))
-        self._forward.run([*self._given(run), *[None] * len(self.graph.outputs)], run, 0, last)
+        run.arena = self.empty((-(-self.plan.arena // self.like.element_size()),))
+        self._forward.run([*self.given(run), *[None] * len(self.graph.outputs)], run, 0, last)
 
     def backward(
         self, run: Run, grads: Sequence[Tensor | None], wanted: Sequence[bool]
     ) -> list[Tensor | None]:
         """The gradients of the inputs that are wanted; an output without one contributes nothing."""
-        shapes = [self.graph.nodes[ref].shape for ref in self.graph.outputs]
-        given = [
-            self._like.new_zeros(shape) if grad is None else grad.contiguous()
-            for grad, shape in zip(grads, shapes, strict=True)
-        ]
-        found: list[Tensor | None] = [None] * len(self.graph.inputs)
-        for role, number in self._backward.external:
-            if role is Role.INPUT_GRAD:
-                found[number] = self._empty(tuple(run.tensors[number].shape))  # type: ignore[union-attr]
-        tensors = [*self._given(run), *given, *found]
-        with run.lock:  # the arena has room for one backward pass
-            first = 0
-            for last in sorted({*self.plan.probes, self._backward.count}):
-                shown = self.plan.probes.get(last, [])
-                exports: list[Any] = [None] * self._exports
-                for _, *buffers in shown:
-                    for buffer in buffers:
-                        exports[buffer.number] = layout.empty(buffer.shape, self._like)
-                self._backward.run([*tensors, *exports], run, first, last)
-                for node, *buffers in shown:
-                    self._show(run, node, *(exports[b.number] for b in buffers))
-                first = last
-        reached = self._reached(grads) if any(grad is None for grad in grads) else None
-        return [
-            grad if want and (reached is None or ~k in reached) else None
-            for k, (grad, want) in enumerate(zip(found, wanted, strict=True))
-        ]
+        return Backward(self, run, grads).take(self.whole, wanted)
 
-    def _reached(self, grads: Sequence[Tensor | None]) -> set[int]:
-        """Inputs and nodes on which an output with a gradient depends: others get none, not zero."""
-        reached = {i for i, grad in zip(self.graph.outputs, grads, strict=True) if grad is not None}
-        for index in range(len(self.graph.nodes) - 1, -1, -1):
-            node = self.graph.nodes[index]
-            if index in reached and node.requires_grad:
-                reached.update(ref for ref in node.inputs if ref is not None)
-        return reached
-
-    def _show(self, run: Run, node: int, x: Tensor, dy: Tensor) -> None:
-        """Let a rewirer see the input and the output gradient of a layer."""
-        op, attrs, *_ = self.graph.nodes[node]
-        probe = run.data.probes[attrs.topology]  # type: ignore[attr-defined]
-        assert probe is not None
-        probe(LINEAR if op == "linear" else convolution(*attrs[:4]), x, dy)  # type: ignore[index]
-
-    def _given(self, run: Run) -> list[Tensor | None]:
+    def given(self, run: Run) -> list[Tensor | None]:
         """What the region reads, and the index vectors of its layers."""
         inputs = [None if t is None else t.contiguous() for t in run.tensors]
         layers = run.data.topologies[: self._layers]
         return [*inputs, *(vector for topology in layers for vector in topology)]
 
-    def _empty(self, shape: tuple[int, ...]) -> Tensor:
-        return native.empty(self._kernels, shape, layout.contiguous_strides(shape), self._like)
+    def empty(self, shape: tuple[int, ...]) -> Tensor:
+        return native.empty(self._kernels, shape, layout.contiguous_strides(shape), self.like)
+
+
+class Backward:
+    """A backward pass under way, which runs the steps of a plan up to the end of one segment after another.
+
+    Its segments may run between other functions of autograd, so it is all that they share, and it has the
+    part of the arena that backward steps write to itself: another pass that begins meanwhile, on another
+    thread or in a hook, gets a copy of the arena.
+    """
+
+    def __init__(self, planned: Planned, run: Run, grads: Sequence[Tensor | None]) -> None:
+        graph, arena = planned.graph, run.arena
+        assert arena is not None
+        if not run.use.claim(self):
+            run = copy.copy(run)
+            run.arena = arena.clone()
+        self._planned, self._run, self._done = planned, run, 0
+        shapes = [graph.nodes[ref].shape for ref in graph.outputs]
+        given = [
+            planned.like.new_zeros(shape) if grad is None else grad.contiguous()
+            for grad, shape in zip(grads, shapes, strict=True)
+        ]
+        self._given = [*planned.given(run), *given]
+        self._found: list[Tensor | None] = [None] * len(graph.inputs)
+        for role, number in planned.steps.external:
+            if role is Role.INPUT_GRAD:
+                self._found[number] = planned.empty(tuple(run.tensors[number].shape))  # type: ignore[union-attr]
+        self._reached = _reached(graph, grads) if any(grad is None for grad in grads) else None
+
+    def take(self, segment: Segment, wanted: Sequence[bool]) -> list[Tensor | None]:
+        """The gradients of a segment's inputs that are wanted. They are not kept: autograd would copy
+        gradients that somebody else holds."""
+        self._advance(segment.last)
+        grads: list[Tensor | None] = []
+        for k, want in zip(segment.inputs, wanted, strict=True):
+            grad, self._found[k] = self._found[k], None
+            reached = self._reached is None or ~k in self._reached
+            grads.append(grad if want and reached else None)
+        return grads
+
+    def _advance(self, last: int) -> None:
+        """Run the steps before ``last``, and show rewirers what they watch on the way."""
+        probes = self._planned.plan.probes
+        for stop in sorted({*(s for s in probes if self._done < s < last), last}):
+            shown = probes.get(stop, [])
+            exports: list[Any] = [None] * self._planned.exports
+            for _, *buffers in shown:
+                for buffer in buffers:
+                    exports[buffer.number] = layout.empty(buffer.shape, self._planned.like)
+            tensors = [*self._given, *self._found, *exports]
+            self._planned.steps.run(tensors, self._run, self._done, stop)
+            self._done = stop
+            for node, *buffers in shown:
+                self._show(node, *(exports[b.number] for b in buffers))
+
+    def _show(self, node: int, x: Tensor, dy: Tensor) -> None:
+        """Let a rewirer see the input and the output gradient of a layer."""
+        op, attrs, *_ = self._planned.graph.nodes[node]
+        probe = self._run.data.probes[attrs.topology]  # type: ignore[attr-defined]
+        assert probe is not None
+        probe(LINEAR if op == "linear" else convolution(*attrs[:4]), x, dy)  # type: ignore[index]
+
+
+def _reached(graph: Graph, grads: Sequence[Tensor | None]) -> set[int]:
+    """Inputs and nodes on which an output with a gradient depends: others get none, not zero."""
+    reached = {i for i, grad in zip(graph.outputs, grads, strict=True) if grad is not None}
+    for index in range(len(graph.nodes) - 1, -1, -1):
+        node = graph.nodes[index]
+        if index in reached and node.requires_grad:
+            reached.update(ref for ref in node.inputs if ref is not None)
+    return reached

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -24,6 +25,22 @@ class Data(NamedTuple):
     effects: bool  # whether running statistics are updated
 
 
+class Use:
+    """Which backward pass uses the part of an arena that backward steps write to."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._by: weakref.ref[Any] | None = None
+
+    def claim(self, user: Any) -> bool:
+        """Let ``user`` have it for as long as it lives; False if somebody else has it."""
+        with self._lock:
+            if self._by is not None and self._by() is not None:
+                return False
+            self._by = weakref.ref(user)
+            return True
+
+
 class Run:
     """The data of one run of a graph.
 
@@ -32,10 +49,10 @@ class Run:
             pass has updated.
         data: topologies, scalars and probes.
         arena: what the forward pass has left for the backward pass.
-        lock: held by a backward pass, which uses a part of the arena.
+        use: who runs backward in the arena.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], data: Data) -> None:
         self.tensors, self.data = tensors, data
         self.arena: Tensor | None = None
-        self.lock = threading.Lock()
+        self.use = Use()
