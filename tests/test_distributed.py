@@ -178,6 +178,24 @@ def test_one_process_needs_no_torchrun() -> None:
         distributed.Parallel(model[0] if isinstance(model, nn.Sequential) else model)
 
 
+@pytest.mark.parametrize(
+    ("values", "layers", "given", "expected"),
+    [
+        (1 << 10, 8, None, [8]),  # at least 64 KB, of 32 KB
+        (1 << 15, 8, None, [1] * 8),  # an eighth of 1 MB
+        (1 << 16, 16, None, [2] * 8),  # an eighth of 4 MB
+        (1 << 17, 32, None, [2] * 16),  # at most 1 MB, of 16 MB
+        (1 << 10, 8, 8192, [2] * 4),
+    ],
+)
+def test_the_size_of_messages(
+    values: int, layers: int, given: int | None, expected: list[int]
+) -> None:
+    model = nn.ParameterList(torch.zeros(values) for _ in range(layers))
+    parallel = distributed.Parallel(model, bucket_bytes=given)
+    assert [len(bucket.indices) for bucket in parallel._buckets] == expected
+
+
 @pytest.mark.usefixtures("lone_group")
 def test_wrapping_in_ddp_raises() -> None:
     model = build()
