@@ -19,7 +19,7 @@ from engine_graphs import Builder, Case, case, random_program
 from engine_models import Block, converted, image, loss_of
 from rewire.engine import execute, links, plan
 from rewire.engine.ops import Data, Run
-from rewire.engine.plan import Role, segments
+from rewire.engine.plan import Buffer, Layout, Role, Segment, Step, segments
 from rewire.engine.planned import Backward, Planned, _Pass
 from rewire.ops import native
 from rewired import METHODS
@@ -175,6 +175,27 @@ def test_segments_of_random_graphs(seed: int) -> None:
 def _program(rng: random.Random) -> tuple[Any, ...]:
     b, outputs = random_program(rng)
     return b, *outputs
+
+
+def test_a_parameter_stays_until_nothing_reads_it() -> None:
+    """Whoever gets its gradient may change it."""
+
+    def buffer(role: Role, number: int) -> Buffer:
+        return Buffer((4,), Layout.FLAT, role, number, 8)
+
+    steps = [
+        Step("A", 0, (), {"out_dw": buffer(Role.INPUT_GRAD, 0), "x": buffer(Role.INPUT, 2)}),
+        Step("B", 0, (), {"out_dw": buffer(Role.INPUT_GRAD, 1)}),
+        Step("C", 0, (), {"inner": {"w": buffer(Role.INPUT, 0)}}),
+        Step("D", 0, (), {"out_dw": buffer(Role.INPUT_GRAD, 3), "w": buffer(Role.INPUT, 3)}),
+        Step("E", 0, (), {}),
+    ]
+    assert segments(steps, 5, 100) == [
+        Segment(2, (1, 2, 4), (2,)),
+        Segment(3, (0,), (0,)),
+        Segment(5, (3,), (3,)),
+    ]
+    assert segments(steps, 5, 1) == [Segment(5, (0, 1, 2, 3, 4), (0, 2, 3))]
 
 
 def test_the_gradient_of_an_activation_does_not_count() -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 ALIGNMENT = 64  # bytes: a cache line
 SEGMENTS = 8  # of a backward pass whose gradients are handed out as it goes on
-SEGMENT_BYTES = 1 << 16  # of gradients: less is not worth a function of autograd
+SEGMENT_BYTES = 1 << 14  # of gradients: less is not worth a function of autograd
 
 
 class Layout(Enum):
