@@ -38,9 +38,7 @@ def use_engine(model: nn.Module, on: bool = True) -> None:
     for module in model.modules():
         if isinstance(module, SparseLayer):
             continue
-        if isinstance(module, NORMS):
-            module.__dict__[_HANDLES] = (module.register_forward_pre_hook(before_batch_norm),)
-        elif any(isinstance(part, SparseLayer) for part in module.modules()):
+        if any(isinstance(part, SparseLayer) for part in module.modules()):
             module.__dict__[_HANDLES] = (
                 module.register_forward_pre_hook(enter, prepend=True),
                 module.register_forward_hook(leave, always_call=True),

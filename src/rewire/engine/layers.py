@@ -58,8 +58,7 @@ def linear(layer: Any, x: Any) -> Any:
 def _layer(
     region: Region, op: str, attrs: Any, layer: Any, operands: Any, out: Any, topology: Any
 ) -> Any:
-    lazy = region.append(op, attrs, operands, out)
-    if lazy is not No:
-        region.topologies.append(topology)
-        region.probes.append(layer.probe)
-    return lazy
+    # Before the node: another thread may run the region as soon as it has that.
+    region.topologies.append(topology)
+    region.probes.append(layer.probe)
+    return region.append(op, attrs, operands, out)

@@ -21,6 +21,9 @@ from torch import Tensor
 from rewire.engine import private
 from rewire.engine.private import without_functions
 
+METADATA: dict[Any, Callable[..., Any]] = {}
+"""By torch function: what answers without any numbers. A part of the following."""
+
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """By torch function: answers with the result, or NotImplemented if the region has to run. Takes the
 function's own arguments."""
@@ -191,6 +194,7 @@ _QUESTIONS = (
 for _name in _ATTRIBUTES:
     if hasattr(Tensor, _name):
         _get = getattr(Tensor, _name).__get__
-        HANDLERS[_get] = _native(_get)
+        METADATA[_get] = _native(_get)
 for _function in _QUESTIONS:
-    HANDLERS[_function] = _native(_function)
+    METADATA[_function] = _native(_function)
+HANDLERS |= METADATA

@@ -19,6 +19,7 @@ from rewire.engine import private
 from rewire.engine.lazy import HANDLERS, LazyTensor
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
+from rewire.engine.statistics import LazyBuffer, settled
 
 No = NotImplemented
 
@@ -110,6 +111,9 @@ def _batch_norm(
 ) -> Any:
     if type(input) is not LazyTensor:
         return No
+    for tensor in (weight, bias, running_mean, running_var):
+        if type(tensor) is LazyBuffer:  # of a batch norm that shares it, or of an earlier call
+            settled(tensor)
     shape = shape_of(input)
     if len(shape) not in (2, 4) or 0 in shape:
         return No
@@ -120,26 +124,32 @@ def _batch_norm(
     for tensor in (weight, bias, running_mean, running_var):
         if tensor is not None and (tensor.shape != (channels,) or not tensor.is_contiguous()):
             return No
+    statistics = () if running_mean is None or running_var is None else (running_mean, running_var)
+    updated = statistics if training else ()
+    if not all(map(_may_be_lazy, updated)) or (updated and running_mean is running_var):
+        return No
     region = recording(dtype_of(input))
-    if region is not None and region.reads_any(running_mean, running_var):
+    if region is not None and region.reads_any(*statistics):
         # Statistics are read or written once in a region: its parts may run in another order.
         region.run()
         region = recording(dtype_of(input))
     if region is None:
         return No
     index = None
-    if training and track:
-        for tensor in (running_mean, running_var):
-            ref = region.read(tensor)  # type: ignore[arg-type]
-            if ref is None:
-                return No
-            region.written.add(~ref)
+    if updated:
         index = len(region.scalars)
         region.scalars.append(momentum)
-    attrs = ir.BatchNorm(bool(training), index, eps, training and track)
-    return region.append(
-        "batch_norm", attrs, (input, weight, bias, running_mean, running_var), shape
-    )
+    attrs = ir.BatchNorm(bool(training), index, eps, bool(updated))
+    operands = (input, weight, bias, running_mean, running_var)
+    return region.append("batch_norm", attrs, operands, shape, updated)
+
+
+def _may_be_lazy(buffer: Tensor) -> bool:
+    """Whether nobody could read running statistics past their Python object: no C++ code holds them, as
+    the graph of an earlier call does, and no other tensor is a view of them or has them as its view."""
+    if type(buffer) is not Tensor or buffer.requires_grad:
+        return False
+    return not buffer._is_view() and buffer._use_count() == 1  # type: ignore[attr-defined]
 
 
 def _max_pool2d(

@@ -42,7 +42,22 @@ def swap(tensor: Tensor, other: Tensor) -> None:
     the object and not to what it is, are no obstacle."""
     kind = type(tensor)
     tensor.__class__, other.__class__ = type(other), kind
-    torch._C._swap_tensor_impl(tensor, other)
+    try:
+        torch._C._swap_tensor_impl(tensor, other)
+    except RuntimeError:  # C++ code has a weak reference to it
+        tensor.__class__, other.__class__ = kind, type(tensor)
+        raise
+
+
+def unswap(wrapper: Tensor, tensor: Tensor) -> None:
+    """Take back the swap of an ordinary tensor, now ``tensor``, with a wrapper without memory. Nothing
+    happens to what has been taken back before an interrupt."""
+    with without_functions():
+        if wrapper.data_ptr() == 0:
+            torch._C._swap_tensor_impl(wrapper, tensor)
+    kind = type(wrapper)
+    if kind is not Tensor:
+        tensor.__class__, wrapper.__class__ = kind, Tensor
 
 
 def watched() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from rewire.engine.lazy import LazyTensor, Shadow, ShadowBackward, data_of, make
 from rewire.engine.ops import EAGER, interpret, reads
 from rewire.engine.parts import Run
 from rewire.engine.run import Data, Probe
+from rewire.engine.statistics import LazyBuffer, hide, show
 from rewire.ops import native
 from rewire.ops.topology import Topology
 
@@ -42,28 +44,38 @@ class Region:
             changed since.
         topologies, scalars, probes: what nodes refer to by an index.
         refs: the lazy tensor of each node, if it is still somebody's.
+        written: the inputs that are running statistics of a training batch norm. None once it has run.
+        buffers: their Python objects, which are lazy until then.
+        interrupted: says whether the call that records has ended without running it.
     """
 
-    def __init__(self, dtype: torch.dtype, grad: bool, inference: bool) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        grad: bool,
+        inference: bool,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.dtype, self.grad, self.inference = dtype, grad, inference
+        self.interrupted = interrupted
+        self.buffers: list[LazyBuffer] = []
         self.nodes: list[tuple[Any, ...]] = []
-        self.tensors: list[Tensor] = []
+        self.tensors: list[Any] = []
         self.stamps: list[tuple[int, int]] = []
         self.metas: list[InputMeta] = []
         self.topologies: list[Topology] = []
         self.probes: list[Probe | None] = []
         self.scalars: list[float | int] = []
         self.refs: list[weakref.ref[LazyTensor] | None] = []
-        self.written: set[int] = (
-            set()
-        )  # inputs that are running statistics of a training batch norm
+        self.written: set[int] = set()
         self.closed = False  # nothing more is recorded
         self.done = False
         self.views = False  # whether any node is one
         self._failed: BaseException | None = None
         self._inputs: dict[int, int] = {}
+        self._pointers: set[int] = set()
         self._values: list[Tensor] | None = None  # of all nodes, for the shadow graph
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
 
     # Recording
 
@@ -82,32 +94,42 @@ class Region:
             return None
         if data.layout is not torch.strided:
             return None
-        self._inputs[key] = known = len(self.tensors)
-        self.tensors.append(tensor)
-        self.stamps.append(_stamp(tensor))
+        stamp, known = _stamp(tensor), len(self.tensors)
         grad = self.grad and _requires_grad(tensor)
+        self.tensors.append(tensor)
+        self.stamps.append(stamp)
         self.metas.append(InputMeta(tuple(data.shape), self.dtype, grad))
+        self._pointers.add(stamp[1])
+        self._inputs[key] = known
         return ~known
 
-    def reads_any(self, *tensors: Tensor | None) -> bool:
-        """Whether one of some tensors is an input of what is to be run."""
-        return not self.closed and any(id(tensor) in self._inputs for tensor in tensors)
+    def reads_any(self, *tensors: Tensor) -> bool:
+        """Whether one of some tensors has the memory of an input."""
+        return any(
+            type(tensor) is not LazyTensor and tensor.data_ptr() in self._pointers
+            for tensor in tensors
+        )
 
     def requires_grad(self, ref: int) -> bool:
         """Whether an operand did when it was recorded."""
         return bool(self.nodes[ref][4]) if ref >= 0 else self.metas[~ref].requires_grad
 
     def append(
-        self, op: str, attrs: Any, operands: tuple[Tensor | None, ...], shape: tuple[int, ...]
+        self,
+        op: str,
+        attrs: Any,
+        operands: tuple[Tensor | None, ...],
+        shape: tuple[int, ...],
+        updated: tuple[Tensor, ...] = (),
     ) -> Any:
         """Record a node and return its lazy tensor; NotImplemented, and nothing recorded, if an operand
-        is nothing that the region can read."""
+        is nothing that the region can read. Operands that are updated become lazy."""
         for operand in operands:
             if type(operand) is LazyTensor and operand._region not in (self, None):
                 operand._region.run()
         with self._lock, private.without_functions():
-            if self.closed:  # by another thread, just now
-                return NotImplemented
+            if self.closed or len(self.refs) != len(self.nodes):
+                return NotImplemented  # another thread runs it, or an interrupt came in between
             refs: list[int | None] = []
             positions: list[int] = []
             wanted: list[Tensor] = []
@@ -122,6 +144,9 @@ class Region:
                 if self.requires_grad(ref):
                     positions.append(position)
                     wanted.append(operand)
+            for buffer in updated:
+                if not self._hide(buffer):
+                    return NotImplemented
             index = len(self.nodes)
             self.nodes.append((op, attrs, tuple(refs), shape, bool(wanted)))
             lazy = _shadow(self, index, positions, *wanted) if wanted else make(self, index)
@@ -131,6 +156,16 @@ class Region:
             if op in VIEWS:
                 self.views = True
             return lazy
+
+    def _hide(self, buffer: Any) -> bool:
+        """Make running statistics lazy, if that is possible."""
+        at = self._inputs.pop(id(buffer))
+        self.tensors[at] = tensor = hide(buffer, self)
+        if tensor is None:
+            return False
+        self.buffers.append(buffer)
+        self.written.add(at)
+        return True
 
     def untouched(self, lazy: Tensor, index: int) -> bool:
         """Whether a lazy tensor has the place in the graph that it was given: C++ code may have given it
@@ -164,11 +199,12 @@ class Region:
 
     # Running
 
-    def check(self, message: str) -> None:
-        """Raise if something that the region reads has been changed since."""
-        for k, (tensor, stamp) in enumerate(zip(self.tensors, self.stamps, strict=True)):
-            if _stamp(tensor) != stamp and not (self.done and k in self.written):
-                raise RuntimeError(message)
+    def changed(self) -> str | None:
+        """What tells that something that the region reads has been changed since."""
+        for tensor, stamp in zip(self.tensors, self.stamps, strict=True):
+            if tensor is not None and _stamp(tensor) != stamp:
+                return _CHANGED
+        return None
 
     def run(self, held: Sequence[LazyTensor] = ()) -> None:
         """Compute all that is still somebody's, as if at the time of recording.
@@ -176,11 +212,26 @@ class Region:
         Args:
             held: lazy tensors that C++ code holds, beside those that can be seen to be.
         """
+        if self._lock._is_owned():
+            raise RuntimeError(
+                "a tensor was used while it was being computed on the same thread, in a signal handler or "
+                "a finaliser perhaps: call rewire.engine.use_engine(model, False)"
+            )
         (_run_uncompiled if private.compiler_loaded() else Region._run)(self, held)
 
-    def _run(self, held: Sequence[LazyTensor]) -> None:
+    def settle(self) -> bool:
+        """Run for somebody who uses running statistics; False if that is not possible: a signal handler
+        that has interrupted the region itself has to take them as they are."""
+        if self._lock._is_owned():
+            return False
+        (_run_uncompiled if private.compiler_loaded() else Region._run)(self, (), True)
+        return True
+
+    def _run(self, held: Sequence[LazyTensor], settling: bool = False) -> None:
         with self._lock:
             self.closed = True
+            if settling and (self._failed is not None or self._forgotten()):
+                return
             if self._failed is not None:
                 raise RuntimeError(
                     f"the computation of this tensor has failed before: {self._failed}"
@@ -188,7 +239,9 @@ class Region:
             if self.done:
                 return
             try:
-                self.check(_CHANGED)
+                changed = self.changed()
+                if changed is not None:
+                    raise RuntimeError(changed)
                 with (
                     private.unhooked(),
                     private.without_functions(),
@@ -196,11 +249,37 @@ class Region:
                     torch.set_grad_enabled(self.grad),
                 ):
                     Run(self, held).go()
+                self.done = True
             except BaseException as error:
                 self._failed = error
                 raise
-            self.done = True
+            finally:
+                self._show()
             self.refs = []
+
+    def _show(self) -> None:
+        """Make running statistics ordinary tensors."""
+        for buffer in self.buffers:
+            show(buffer, self)
+        for at in self.written:
+            self.tensors[at] = None
+        self.buffers = []
+
+    def _forgotten(self) -> bool:
+        """Whether an interrupted call has left updates behind that cannot be computed any more."""
+        if self.done or not self.interrupted():
+            return False
+        changed = self.changed()
+        if changed is None:
+            return False
+        self._failed = RuntimeError(changed)
+        self._show()
+        warnings.warn(
+            "the forward pass of a model was interrupted, and a parameter or its input has been changed "
+            "since: it has not updated the running statistics of its batch norms",
+            stacklevel=2,
+        )
+        return True
 
     def data(self, effects: bool) -> Data:
         return Data(self.topologies, self.scalars, self.probes, effects)
@@ -213,7 +292,8 @@ class Region:
         data = self.data(False)
         op, attrs, inputs, _, _ = self.nodes[index]
         with self._lock:
-            self.check(_CHANGED_LATER)
+            if self.changed() is not None:
+                raise RuntimeError(_CHANGED_LATER)
             found = self._values
             if again:
                 found = interpret(self.nodes, [_view(t) for t in self.tensors], data)
@@ -233,11 +313,13 @@ class Region:
         return list(torch.autograd.grad(y, wanted, dy, create_graph=again, allow_unused=True))
 
 
-_run_uncompiled: Callable[[Region, Sequence[LazyTensor]], None] = private.uncompiled(Region._run)
+_run_uncompiled: Callable[..., None] = private.uncompiled(Region._run)
 
 
-def _view(tensor: Tensor) -> Tensor:
+def _view(tensor: Any) -> Any:
     """The same numbers with a place in the graph of their own, which leads to the tensor's."""
+    if tensor is None:
+        return None
     with private.without_functions(), torch.enable_grad():
         return tensor.view_as(tensor)
 

@@ -13,8 +13,6 @@ from torch import nn
 from rewire.engine import private
 from rewire.engine.region import Region
 
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-
 
 class Scope:
     """The call of a converted model.
@@ -43,6 +41,10 @@ class Scope:
             and torch.is_inference_mode_enabled() is self.inference
         )
 
+    def interrupted(self) -> bool:
+        """Whether the call has ended in a way that no hook was told of."""
+        return self.frame is not None and private.finished(self.frame)
+
 
 class _Local(threading.local):
     scope: Scope | None = None
@@ -69,7 +71,7 @@ def recording(dtype: torch.dtype) -> Region | None:
     if region is None or region.closed or region.dtype is not dtype:
         if region is not None:
             region.run()
-        region = scope.region = Region(dtype, scope.grad, scope.inference)
+        region = scope.region = Region(dtype, scope.grad, scope.inference, scope.interrupted)
     return region
 
 
@@ -78,7 +80,7 @@ def enter(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
     scope = _local.scope
-    while scope is not None and private.finished(scope.frame):  # it was interrupted
+    while scope is not None and scope.interrupted():
         scope = _local.scope = scope.outer
     if scope is not None:
         if not scope.on or scope.fits():
@@ -103,18 +105,10 @@ def leave(module: nn.Module, args: Any, output: Any) -> None:
         return
     _local.scope, scope.frame = scope.outer, None
     region, scope.region = scope.region, None
-    if region is not None and sys.exc_info()[1] is scope.error:
+    if region is None or (region.closed and sys.exc_info()[1] is not scope.error):
+        return
+    if region.written or sys.exc_info()[1] is scope.error:
         region.run()
-
-
-def before_batch_norm(module: nn.Module, args: Any) -> None:
-    """Forward pre-hook of batch norms: where one is called again, what it has recorded runs first. Torch
-    would update the running statistics of an ordinary input at once, and bumps no version counter."""
-    scope = _local.scope
-    if scope is not None and scope.region is not None:
-        buffers = module._buffers
-        if scope.region.reads_any(buffers.get("running_mean"), buffers.get("running_var")):
-            scope.region.run()
 
 
 def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
