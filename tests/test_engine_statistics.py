@@ -6,10 +6,11 @@ import copy
 import gc
 import io
 import pickle
+import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -465,6 +466,16 @@ def test_lazy_tensors_of_a_region_that_is_running(monkeypatch: pytest.MonkeyPatc
 # Threads
 
 
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as possible."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching")
 def test_threads_that_train_one_model() -> None:
     """Each update reaches the statistics once: those of equal batches do not depend on the order."""
     model = converted(nn.Sequential(Block(lambda m, x: m.c(x)[:, :3]), Block()))
@@ -501,6 +512,7 @@ def test_threads_that_train_one_model() -> None:
             close(buffer, twin.get_buffer(name))
 
 
+@pytest.mark.usefixtures("switching")
 def test_a_thread_that_watches_the_statistics() -> None:
     """It sees those from before or after a step, and waits for a step that has begun."""
     model = converted(Block(lambda m, x: m.c(x)))
