@@ -60,7 +60,7 @@ class LazyTensor(torch.Tensor):
         if writes and any(lazy._shared for lazy in held):
             raise RuntimeError(
                 f"{func} changes a tensor in place that shares its memory with a view, and C++ code holds "
-                "one of them: change a copy, or call rewire.engine.use_engine(model, False)"
+                "one of them: change a copy, or call rewire.use_engine(model, False)"
             )
         result = func(*replaced(args, data_of), **replaced(kwargs, data_of))
         if not writes:
@@ -131,7 +131,7 @@ def data_of(tensor: Tensor) -> Tensor:
     if data is None:
         raise RuntimeError(
             "this tensor was made from a lazy tensor behind PyTorch's back and has no numbers; call "
-            "rewire.engine.use_engine(model, False)"
+            "rewire.use_engine(model, False)"
         )
     return data
 

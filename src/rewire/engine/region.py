@@ -23,11 +23,17 @@ from rewire.ops.topology import Topology
 
 _shadow: Callable[..., LazyTensor] = super(torch.autograd.Function, Shadow).apply
 _CHANGED = (
-    "a tensor that a layer reads (its input, a parameter or running statistics) was changed in place "
-    "before the layer's output was needed, and layers are computed late: change a copy instead, or turn "
-    "this off with rewire.engine.use_engine(model, False)"
+    "the {operand} of a {op}, a tensor of shape {shape}, was changed in place after the {op} was called "
+    "and before it was computed: inside a converted model layers are computed when somebody wants "
+    "numbers, or when the model returns. Look in the model's forward, after that call, for what changes "
+    "this tensor (x += y, x.add_(y), x[0] = y, out=x, x.data = y, .to(dtype) of a module) and change a "
+    "copy instead, or let layers run one by one with rewire.use_engine(model, False)"
 )
-
+_OPERANDS = {
+    **dict.fromkeys(("conv2d", "linear"), ("input", "values", "bias")),
+    "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
+    "add": ("first operand", "second operand"),
+}
 
 _CHANGED_LATER = (
     "one of the variables needed for gradient computation has been modified by an inplace operation: a "
@@ -61,7 +67,7 @@ class Region:
         self.buffers: list[LazyBuffer] = []
         self.nodes: list[tuple[Any, ...]] = []
         self.tensors: list[Any] = []
-        self.stamps: list[tuple[int, int]] = []
+        self.stamps: list[tuple[int | None, int]] = []
         self.metas: list[InputMeta] = []
         self.topologies: list[Topology] = []
         self.probes: list[Probe | None] = []
@@ -74,6 +80,7 @@ class Region:
         self._failed: BaseException | None = None
         self._inputs: dict[int, int] = {}
         self._pointers: set[int] = set()
+        self._kept: list[Tensor] = []  # what was copied: the numbers of objects are theirs alone
         self._values: list[Tensor] | None = None  # of all nodes, for the shadow graph
         self._lock: Any = threading.RLock()
 
@@ -95,6 +102,10 @@ class Region:
         if data.layout is not torch.strided:
             return None
         stamp, known = _stamp(tensor), len(self.tensors)
+        if stamp[0] is None and self.inference:  # nothing would tell that it has been changed
+            self._kept.append(tensor)
+            tensor = data.clone()
+            stamp = _stamp(tensor)
         grad = self.grad and _requires_grad(tensor)
         self.tensors.append(tensor)
         self.stamps.append(stamp)
@@ -144,9 +155,8 @@ class Region:
                 if self.requires_grad(ref):
                     positions.append(position)
                     wanted.append(operand)
-            for buffer in updated:
-                if not self._hide(buffer):
-                    return NotImplemented
+            if updated and False in [self._hide(buffer) for buffer in updated]:
+                return NotImplemented
             index = len(self.nodes)
             self.nodes.append((op, attrs, tuple(refs), shape, bool(wanted)))
             lazy = _shadow(self, index, positions, *wanted) if wanted else make(self, index)
@@ -163,6 +173,7 @@ class Region:
         self.tensors[at] = tensor = hide(buffer, self)
         if tensor is None:
             return False
+        self.stamps[at] = _stamp(tensor)
         self.buffers.append(buffer)
         self.written.add(at)
         return True
@@ -200,10 +211,14 @@ class Region:
     # Running
 
     def changed(self) -> str | None:
-        """What tells that something that the region reads has been changed since."""
-        for tensor, stamp in zip(self.tensors, self.stamps, strict=True):
-            if tensor is not None and _stamp(tensor) != stamp:
-                return _CHANGED
+        """What to say if something that the region reads has been changed since."""
+        for k, (tensor, stamp) in enumerate(zip(self.tensors, self.stamps, strict=True)):
+            if tensor is None or _stamp(tensor) == stamp:
+                continue
+            for op, _, inputs, _, _ in self.nodes:
+                if ~k in inputs:
+                    operand = _OPERANDS.get(op, ("input",))[inputs.index(~k)]
+                    return _CHANGED.format(op=op, operand=operand, shape=self.metas[k].shape)
         return None
 
     def run(self, held: Sequence[LazyTensor] = ()) -> None:
@@ -215,7 +230,7 @@ class Region:
         if self._lock._is_owned():
             raise RuntimeError(
                 "a tensor was used while it was being computed on the same thread, in a signal handler or "
-                "a finaliser perhaps: call rewire.engine.use_engine(model, False)"
+                "a finaliser perhaps: call rewire.use_engine(model, False)"
             )
         (_run_uncompiled if private.compiler_loaded() else Region._run)(self, held)
 
@@ -331,14 +346,14 @@ def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _fast_stamp(tensor: Tensor) -> tuple[int, int]:
+def _fast_stamp(tensor: Tensor) -> tuple[int | None, int]:
     try:
         return tensor._version, tensor.data_ptr()
     except RuntimeError:  # made in inference mode: it has no version
-        return -1, tensor.data_ptr()
+        return None, tensor.data_ptr()
 
 
-def _stamp(tensor: Tensor) -> tuple[int, int]:
+def _stamp(tensor: Tensor) -> tuple[int | None, int]:
     """What changes with a tensor's elements, and with its memory (``.data =``, ``.half()``)."""
     if type(tensor) is LazyTensor:
         with private.without_functions():
