@@ -17,9 +17,8 @@ __all__ = ["use_engine"]
 def use_engine(model: nn.Module, on: bool = True) -> None:
     """Let a converted model record its layers and run them together, or take that back.
 
-    It takes the place of the fused execution that ``rewire.sparsify`` sets up. Numbers and gradients are
-    those of the layers one by one. Where something watches them
-    (``torch.compile``, dispatch and function modes, activation checkpointing, backward hooks on modules,
+    :func:`rewire.sparsify` turns it on. Numbers and gradients are those of the layers one by one. Where
+    something watches them (``torch.compile``, dispatch and function modes, activation checkpointing, backward hooks on modules,
     forward-mode derivatives), they run one by one anyway.
 
     Args:
@@ -27,9 +26,10 @@ def use_engine(model: nn.Module, on: bool = True) -> None:
         on: False runs all layers one by one.
     """
     from rewire.engine import parse  # noqa: F401 (fills the table of functions)
-    from rewire.engine.scope import NORMS, before_batch_norm, enter, leave
+    from rewire.engine.scope import enter, leave, stop
     from rewire.nn.sparse import SparseLayer  # layers know the engine
 
+    stop()
     for module in model.modules():
         for handle in module.__dict__.pop(_HANDLES, ()):
             handle.remove()

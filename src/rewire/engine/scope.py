@@ -79,9 +79,7 @@ def enter(module: nn.Module, args: Any) -> None:
     """Forward pre-hook of every module with sparse layers in it."""
     if torch.compiler.is_compiling():
         return
-    scope = _local.scope
-    while scope is not None and scope.interrupted():
-        scope = _local.scope = scope.outer
+    scope = _current()
     if scope is not None:
         if not scope.on or scope.fits():
             scope.modules.append(module)
@@ -98,17 +96,35 @@ def leave(module: nn.Module, args: Any, output: Any) -> None:
     scope = _local.scope
     if torch.compiler.is_compiling() or scope is None or module not in scope.modules:
         return
-    modules = scope.modules
+    modules, failed = scope.modules, sys.exc_info()[1] is not scope.error
     while modules.pop() is not module:  # the calls inside were interrupted
         pass
-    if modules:
+    # If the module has called itself, and was interrupted there, it is in the list more than once.
+    outermost = not modules or private.caller() is scope.frame or (failed and scope.interrupted())
+    if not outermost:
         return
     _local.scope, scope.frame = scope.outer, None
     region, scope.region = scope.region, None
-    if region is None or (region.closed and sys.exc_info()[1] is not scope.error):
-        return
-    if region.written or sys.exc_info()[1] is scope.error:
+    if region is not None and (not failed or (region.written and not region.closed)):
         region.run()
+
+
+def stop() -> None:
+    """Compute what is recorded on this thread, and record no more in the calls that are going on: their
+    hooks are taken away."""
+    scope = _current()
+    while scope is not None:
+        if scope.region is not None and not scope.region.closed:
+            scope.region.run()
+        scope.on, scope = False, scope.outer
+
+
+def _current() -> Scope | None:
+    """The innermost call on this thread that is going on; those that were interrupted are forgotten."""
+    scope = _local.scope
+    while scope is not None and scope.interrupted():
+        scope = _local.scope = scope.outer
+    return scope
 
 
 def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
