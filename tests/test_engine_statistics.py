@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from engine_models import Block, close, converted, image, loss_of, plain_step, same
 from rewire.engine import execute, scope, use_engine
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.statistics import LazyBuffer
+from rewire.engine.statistics import LazyBuffer, hide
 
 
 @torch.jit.script
@@ -256,8 +256,8 @@ def test_batch_norms_on_the_same_memory() -> None:
     def use(m: Any, x: Tensor) -> Any:
         m.m.load_state_dict(m.n.state_dict(), assign=True)
         y = m.n(m.b(x))
-        z = m.m(m.b(x.detach()))
-        return m.c(z), y, m.m.running_mean.clone(), m.n.running_mean.clone()
+        z = m.m(m.b(m.b(x)))  # it leads to more, so it would be computed first
+        return m.c(z), z, y, m.m.running_mean.clone(), m.n.running_mean.clone()
 
     same(converted(Block(use)), image())
 
@@ -267,6 +267,17 @@ def test_statistics_given_twice() -> None:
         mean = m.n.running_mean
         y = F.batch_norm(m.b(x), mean, mean, training=True)
         return m.c(y), mean.clone()
+
+    same(converted(Block(use)), image())
+
+
+def test_statistics_that_are_lazy_already() -> None:
+    """As another thread may have made them just now."""
+
+    def use(m: Any, x: Tensor) -> Any:
+        if m._forward_hooks:
+            assert hide(m.n.running_mean, object()) is None
+        return m.c(x), m.n.running_mean + 0
 
     same(converted(Block(use)), image())
 
@@ -321,6 +332,21 @@ def test_statistics_after_an_exception(error: type[BaseException], after: str) -
     assert scope._local.scope is None or error is not ValueError
 
 
+def test_changes_after_an_exception() -> None:
+    """What was recorded has been computed by then."""
+
+    def step(model: nn.Module, x: Tensor) -> Any:
+        model[0].fail = True
+        with pytest.raises(ValueError, match="now"):
+            model(x)
+        model[0].fail = False
+        with torch.no_grad():
+            model[0].a.bias.mul_(2)
+        return [b.clone() for name, b in model.named_buffers() if "running" in name]
+
+    same(_failing(ValueError), image(), step)
+
+
 def test_exceptions_run_nothing_without_statistics() -> None:
     ran: list[Any] = []
 
@@ -362,6 +388,7 @@ def test_changes_after_an_interrupt() -> None:
     model[0].fail = False
     with torch.no_grad():
         model[0].c.values.mul_(2)
+    use_engine(model)
     with pytest.warns(UserWarning, match="has not updated the running statistics"):
         state = model.state_dict()
     assert torch.equal(state["0.m.running_mean"], before)

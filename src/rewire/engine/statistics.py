@@ -38,18 +38,9 @@ class LazyBuffer(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # C++ code holds the wrapper, which is another Python object once the region has run.
-        wrappers: dict[int, Tensor] = {}
-
-        def settle(buffer: LazyBuffer) -> Tensor:
-            wrapper = buffer if buffer._region is None else buffer._tensor
-            with private.as_called_from_python():
-                tensor = settled(buffer)
-            wrappers[id(tensor)] = wrapper
-            return tensor
-
-        given = replaced(args, settle, LazyBuffer), replaced(kwargs or {}, settle, LazyBuffer)
-        result = func(*given[0], **given[1])
-        return replaced(result, lambda t: wrappers.get(id(t), t), Tensor) if wrappers else result
+        with private.as_called_from_python():
+            args, kwargs = _settled(args), _settled(kwargs or {})
+        return func(*args, **kwargs)
 
 
 def hide(buffer: Tensor, region: Any) -> Tensor | None:
