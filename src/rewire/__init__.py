@@ -4,6 +4,8 @@ from rewire import distributed
 from rewire.averaging import EMA
 from rewire.connections import Connections
 from rewire.engine import use_engine
+from rewire.engine.explain import explain
+from rewire.engine.explanation import Explanation
 from rewire.methods import (
     DSR,
     GSE,
@@ -53,6 +55,7 @@ __all__ = [
     "Connections",
     "DeepR",
     "Dense",
+    "Explanation",
     "Gradual",
     "History",
     "LayerRewiring",
@@ -77,6 +80,7 @@ __all__ = [
     "dense_state_dict",
     "densify",
     "distributed",
+    "explain",
     "export",
     "grasp",
     "load",

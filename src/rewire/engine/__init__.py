@@ -18,8 +18,9 @@ def use_engine(model: nn.Module, on: bool = True) -> None:
     """Let a converted model record its layers and run them together, or take that back.
 
     :func:`rewire.sparsify` turns it on. Numbers and gradients are those of the layers one by one. Where
-    something watches them (``torch.compile``, dispatch and function modes, activation checkpointing, backward hooks on modules,
-    forward-mode derivatives), they run one by one anyway.
+    something watches them (``torch.compile``, dispatch and function modes, activation checkpointing,
+    backward hooks on modules, forward-mode derivatives), they run one by one anyway. What it does with a
+    model shows :func:`rewire.explain`.
 
     Args:
         model: has sparse layers somewhere inside.

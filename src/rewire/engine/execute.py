@@ -109,6 +109,17 @@ class _Region(torch.autograd.Function):
         return *(None,) * 5, links.hand_on(gradients) if token else None, *found
 
 
+def plan_of(key: Any) -> Planned:
+    """The plan of a graph, which is made once."""
+    kind = native.instruction_set()
+    planned = _plans.get((kind, key))
+    if planned is None:
+        if len(_plans) >= _MOST:
+            _plans.clear()
+        planned = _plans[kind, key] = Planned(Graph.of(*key))
+    return planned
+
+
 def run(
     key: Any, tensors: list[Tensor], written: list[bool], data: Data, grad: bool
 ) -> Sequence[Tensor]:
@@ -121,12 +132,7 @@ def run(
         data: what else its nodes refer to.
         grad: whether autograd records.
     """
-    kind = native.instruction_set()
-    planned = _plans.get((kind, key))
-    if planned is None:
-        if len(_plans) >= _MOST:
-            _plans.clear()
-        planned = _plans[kind, key] = Planned(Graph.of(*key))
+    planned = plan_of(key)
     if grad and any(node[4] for node in key[0]):
         segment, *earlier = planned.segments if links.wanted() else [planned.whole]
         token = links.chain(earlier, tensors)

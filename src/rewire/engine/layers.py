@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine import observe
 from rewire.engine.parse import No, dtype_of, shape_of
 from rewire.engine.region import Region
 from rewire.engine.scope import active, recording
@@ -16,19 +18,25 @@ from rewire.ops.reference import LINEAR, Convolution
 
 def conv2d(layer: Any, x: Any) -> Any:
     """The output of a sparse convolution, if it is recorded; else NotImplemented."""
-    if not active():
+    if torch.compiler.is_compiling():
         return No
+    if not active():
+        return _alone(layer, x)
     values, bias, topology = layer.parts
     region = recording(values.dtype)
-    if region is None or layer._pad_first is not None or not isinstance(x, Tensor):
-        return No
+    if region is None or not isinstance(x, Tensor):
+        return _alone(layer, x)
+    if layer._pad_first is not None:
+        return _alone(layer, x, "its padding is not the same zeros on both sides")
     conv: Convolution = layer.sizes
     shape = shape_of(x)
-    if len(shape) != 4 or shape[1] != layer.in_channels or dtype_of(x) is not values.dtype:
-        return No  # the layer says what is wrong, or converts it
+    if len(shape) != 4 or shape[1] != layer.in_channels:
+        return _alone(layer, x, "its input is not of shape (N, C, H, W)")  # it says what is wrong
+    if dtype_of(x) is not values.dtype:
+        return _alone(layer, x)
     out = products.output_shape(conv, shape, layer.out_channels)
     if min(out) < 1 or shape[0] < 1:
-        return No
+        return _alone(layer, x, "its output is empty")
     products.check_layer(conv, shape[1], values.dtype, values, bias, topology)
     probe = layer.probe
     at = len(region.topologies)
@@ -38,17 +46,21 @@ def conv2d(layer: Any, x: Any) -> Any:
 
 def linear(layer: Any, x: Any) -> Any:
     """The same for a linear layer."""
-    if not active():
+    if torch.compiler.is_compiling():
         return No
+    if not active():
+        return _alone(layer, x)
     values, bias, topology = layer.parts
     region = recording(values.dtype)
     if region is None or not isinstance(x, Tensor):
-        return No
+        return _alone(layer, x)
     shape = shape_of(x)
-    if len(shape) != 2 or shape[1] != layer.in_features or dtype_of(x) is not values.dtype:
-        return No
+    if len(shape) != 2 or shape[1] != layer.in_features:
+        return _alone(layer, x, "its input is not of shape (N, features)")
+    if dtype_of(x) is not values.dtype:
+        return _alone(layer, x)
     if 0 in shape or layer.out_features < 1:
-        return No
+        return _alone(layer, x, "its output is empty")
     products.check_layer(LINEAR, shape[1], values.dtype, values, bias, topology)
     attrs = ir.Linear(len(region.topologies), layer.probe is not None)
     out = (shape[0], layer.out_features)
@@ -61,4 +73,12 @@ def _layer(
     # Before the node: another thread may run the region as soon as it has that.
     region.topologies.append(topology)
     region.probes.append(layer.probe)
-    return region.append(op, attrs, operands, out)
+    lazy = region.append(op, attrs, operands, out)
+    return _alone(layer, operands[0]) if lazy is No else lazy
+
+
+def _alone(layer: Any, x: Any, why: str | None = None) -> Any:
+    """NotImplemented: the layer computes its output itself, now."""
+    if observe.observer is not None:
+        observe.observer.alone(layer, x, why)
+    return No

@@ -55,7 +55,7 @@ class LazyTensor(torch.Tensor):
         for lazy in held:
             if lazy._region is not None:
                 with private.as_called_from_python():
-                    lazy._region.run(held)
+                    lazy._region.run(func, held)
         writes = func._schema.is_mutable
         if writes and any(lazy._shared for lazy in held):
             raise RuntimeError(
@@ -101,7 +101,7 @@ def call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     linked = False
     for lazy in lazies((args, kwargs)):
         if lazy._region is not None:
-            lazy._region.run()
+            lazy._region.run((func, args, kwargs))
         linked = linked or type(lazy) is LazyTensor
     if not linked:
         return func(*args, **kwargs)

@@ -17,6 +17,7 @@ from torch import Tensor
 from rewire.engine import graph as ir
 from rewire.engine import private
 from rewire.engine.lazy import HANDLERS, LazyTensor
+from rewire.engine.observe import Why
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
 from rewire.engine.statistics import LazyBuffer, settled
@@ -131,7 +132,7 @@ def _batch_norm(
     region = recording(dtype_of(input))
     if region is not None and region.reads_any(*statistics):
         # Statistics are read or written once in a region: its parts may run in another order.
-        region.run()
+        region.run(Why.AGAIN)
         region = recording(dtype_of(input))
     if region is None:
         return No

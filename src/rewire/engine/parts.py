@@ -111,6 +111,7 @@ class Run:
             inside, metas, tensors, written = self._part(members)
             key = tuple(inside), tuple(metas), tuple(map(members.index, leaving))
         values = execute.run(key, tensors, written, region.data(True), region.grad)
+        region.computed(self, members, key)
         for i, value in zip(leaving, values, strict=True):
             self._take(i, value)
 

@@ -24,6 +24,8 @@ dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 functorch_active = torch._C._are_functorch_transforms_active
 tracing_state = torch._C._get_tracing_state
+_function_mode_stack: Any = torch.overrides._get_current_function_mode_stack
+_dispatch_mode_stack: Any = torch.utils._python_dispatch._get_current_dispatch_mode_stack
 _hooks = torch._C._autograd._top_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
@@ -81,6 +83,24 @@ def watched_from_outside() -> bool:
     )
 
 
+def watchers() -> list[str]:
+    """What the two above answer yes to, in words."""
+    functions = [str(type(mode).__name__) for mode in _function_mode_stack()]
+    operators = [str(type(mode).__name__) for mode in _dispatch_mode_stack()]
+    found = {
+        "saved-tensor hooks are active (activation checkpointing, save_on_cpu)": _hooks(False),
+        f"a dispatch mode is active ({', '.join(operators)})": dispatch_modes() or None,
+        "a functorch transform is active (vmap, grad, jvp)": functorch_active() or None,
+        "forward-mode differentiation is active": forward_ad._current_level >= 0 or None,
+        f"a function mode is active ({', '.join(functions)})": _function_modes() or None,
+        "torch.jit.trace is active": tracing_state(),
+        "hooks on all modules are registered (register_module_forward_hook and the like)": (
+            _module._has_any_global_hook() or None
+        ),
+    }
+    return [words for words, there in found.items() if there is not None]
+
+
 def backward_hooks(model: nn.Module) -> list[dict[int, Any]]:
     """Where the backward hooks of all parts of a model are kept, so that asking for them is cheap."""
     return [
@@ -120,6 +140,13 @@ one does when the function is called, so ask :func:`compiler_loaded` first."""
 
 def compiler_loaded() -> bool:
     return "torch._dynamo" in sys.modules
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Whether ``torch.compile`` runs a module."""
+    compiler = sys.modules.get("torch._dynamo.eval_frame")
+    wrapped = compiler is not None and isinstance(module, compiler.OptimizedModule)
+    return wrapped or module._compiled_call_impl is not None
 
 
 def caller() -> Any:

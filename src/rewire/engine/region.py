@@ -14,6 +14,7 @@ from torch import Tensor
 from rewire.engine import private
 from rewire.engine.graph import VIEWS, InputMeta, root
 from rewire.engine.lazy import LazyTensor, Shadow, ShadowBackward, data_of, make
+from rewire.engine.observe import Why
 from rewire.engine.ops import EAGER, interpret, reads
 from rewire.engine.parts import Run
 from rewire.engine.run import Data, Probe
@@ -137,7 +138,7 @@ class Region:
         is nothing that the region can read. Operands that are updated become lazy."""
         for operand in operands:
             if type(operand) is LazyTensor and operand._region not in (self, None):
-                operand._region.run()
+                operand._region.run(Why.OTHER)
         with self._lock, private.without_functions():
             if self.closed or len(self.refs) != len(self.nodes):
                 return NotImplemented  # another thread runs it, or an interrupt came in between
@@ -221,10 +222,11 @@ class Region:
                     return _CHANGED.format(op=op, operand=operand, shape=self.metas[k].shape)
         return None
 
-    def run(self, held: Sequence[LazyTensor] = ()) -> None:
+    def run(self, why: Any = None, held: Sequence[LazyTensor] = ()) -> None:
         """Compute all that is still somebody's, as if at the time of recording.
 
         Args:
+            why: the occasion, for who observes: a :class:`Why`, or a torch function and its arguments.
             held: lazy tensors that C++ code holds, beside those that can be seen to be.
         """
         if self._lock._is_owned():
@@ -271,6 +273,9 @@ class Region:
             finally:
                 self._show()
             self.refs = []
+
+    def computed(self, run: Run, members: list[int], key: Any) -> None:
+        """Some nodes have been computed, by the plan that is kept under a key; for who observes."""
 
     def _show(self) -> None:
         """Make running statistics ordinary tensors."""

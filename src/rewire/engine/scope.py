@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rewire.engine import private
+from rewire.engine import observe, private
+from rewire.engine.observe import Why
 from rewire.engine.region import Region
 
 
@@ -56,7 +57,7 @@ _hooks: weakref.WeakKeyDictionary[nn.Module, list[dict[int, Any]]] = weakref.Wea
 
 def active() -> bool:
     """Whether the engine is on for a model that is being called on this thread."""
-    return not torch.compiler.is_compiling() and _local.scope is not None
+    return _local.scope is not None
 
 
 def recording(dtype: torch.dtype) -> Region | None:
@@ -70,8 +71,9 @@ def recording(dtype: torch.dtype) -> Region | None:
     region = scope.region
     if region is None or region.closed or region.dtype is not dtype:
         if region is not None:
-            region.run()
-        region = scope.region = Region(dtype, scope.grad, scope.inference, scope.interrupted)
+            region.run(Why.DTYPE)
+        make = Region if observe.observer is None else observe.observer.region
+        region = scope.region = make(dtype, scope.grad, scope.inference, scope.interrupted)
     return region
 
 
@@ -85,10 +87,12 @@ def enter(module: nn.Module, args: Any) -> None:
             scope.modules.append(module)
             return
         if scope.region is not None:  # batch norms keep their order
-            scope.region.run()
+            scope.region.run(Why.MODE)
     on = not private.watched_from_outside() and not any(_hooks_of(module))
     _local.scope = scope = Scope(on, private.caller(), scope)
     scope.modules.append(module)
+    if not on and observe.observer is not None:
+        observe.observer.off(scope, module)
 
 
 def leave(module: nn.Module, args: Any, output: Any) -> None:
@@ -106,7 +110,7 @@ def leave(module: nn.Module, args: Any, output: Any) -> None:
     _local.scope, scope.frame = scope.outer, None
     region, scope.region = scope.region, None
     if region is not None and (not failed or (region.written and not region.closed)):
-        region.run()
+        region.run(Why.RETURNED)
 
 
 def stop() -> None:
@@ -115,7 +119,7 @@ def stop() -> None:
     scope = _current()
     while scope is not None:
         if scope.region is not None and not scope.region.closed:
-            scope.region.run()
+            scope.region.run(Why.OFF)
         scope.on, scope = False, scope.outer
 
 
