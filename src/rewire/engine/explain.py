@@ -289,15 +289,10 @@ class _Region(Region):
             return place
         return Place(place.file, place.line, watcher.names[module], type(module).__name__)
 
-    def run(self, why: Any = None, held: Sequence[LazyTensor] = ()) -> None:
+    def run_now(self, why: Any, held: Sequence[LazyTensor], settling: bool = False) -> None:
         if self.nodes and not self.closed and not self.watcher.ended:
             self.watcher.runs(self, why, held)
-        super().run(why, held)
-
-    def settle(self) -> bool:
-        if self.nodes and not self.closed and not self.watcher.ended:
-            self.watcher.runs(self, Why.STATISTICS, ())
-        return super().settle()
+        super().run_now(why, held, settling)
 
     def computed(self, run: Run, members: list[int], key: Any) -> None:
         if self.watcher.ended:

@@ -29,6 +29,7 @@ _MODELS = os.path.join(_REWIRE, "models") + os.sep
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _FUNCTIONS = os.path.join(_TORCH, "autograd", "function.py")
+_COMPILER = os.path.join(_TORCH, "_dynamo", "eval_frame.py")
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Found:
     place: Place
     hook: str = ""  # "forward hook" or "forward pre-hook" of the module
     function: str = ""  # the innermost autograd.Function whose forward is running
+    compiled: bool = False  # whether compiled code runs
 
 
 def find(names: Mapping[nn.Module, str], until: Any, hooks: bool = False) -> Found:
@@ -77,7 +79,7 @@ def find(names: Mapping[nn.Module, str], until: Any, hooks: bool = False) -> Fou
     """
     user: Any = None
     module: nn.Module | None = None
-    hook = function = ""
+    hook, function, compiled = "", "", False
     child, frame = None, cast(FrameType | None, sys._getframe(1))
     while frame is not None and frame.f_code is not until:
         code = frame.f_code
@@ -90,12 +92,14 @@ def find(names: Mapping[nn.Module, str], until: Any, hooks: bool = False) -> Fou
                 hook = hook or _hook(frame.f_locals.get("self"), child)
         elif code.co_name == "apply" and code.co_filename == _FUNCTIONS:
             function = function or frame.f_locals["cls"].__name__
+        elif code.co_name == "compile_wrapper" and code.co_filename == _COMPILER:
+            compiled = True
         if user is None and _is_user(code.co_filename):
             user = frame.f_code.co_filename, frame.f_lineno
         child, frame = code, frame.f_back
     file, line = user or ("", 0)
     name, kind = ("", "") if module is None else (names[module], type(module).__name__)
-    return Found(Place(file, line, name, kind), hook, function)
+    return Found(Place(file, line, name, kind), hook, function, compiled)
 
 
 _CALL = nn.Module._wrapped_call_impl.__code__
@@ -165,6 +169,8 @@ def why_run(why: Any, found: Found, scope: Scope | None, held: bool) -> str:
         return f"{changed_mode(scope)}{by}" if scope is not None else why.value
     if isinstance(why, Why):
         return _WHY.get(why, why.value)
+    if found.compiled:
+        return "code that torch.compile has compiled reads a value"
     if why is None:
         return "its values are wanted"
     function, args, kwargs = why if isinstance(why, tuple) else (why, (), {})
@@ -177,6 +183,8 @@ def why_run(why: Any, found: Found, scope: Scope | None, held: bool) -> str:
         return f"a value is held by C++ code: {name} is called past Python (torch.jit.script, an extension)"
     if function in _READS:
         return f"{_READS[function]} ({name})"
+    if function not in HANDLERS and private.watched():
+        return f"{name} is called while {'; '.join(private.watchers(False))}"
     if function not in HANDLERS:
         return f"{name} is not known to the engine"
     reason = not_recording(scope, {})
@@ -223,7 +231,7 @@ def not_recording(scope: Scope | None, off: Mapping[Scope, str]) -> str | None:
         return off.get(scope, "the engine is off")
     if not scope.fits():
         return changed_mode(scope)
-    return "; ".join(private.watchers()) if private.watched() else None
+    return "; ".join(private.watchers(False)) if private.watched() else None
 
 
 def why_off(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
@@ -233,7 +241,7 @@ def why_off(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
         for part in module.modules()
         if part._backward_hooks or part._backward_pre_hooks
     ]
-    reasons = private.watchers()
+    reasons = private.watchers(True)
     if hooked:
         rest = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
         reasons.append(f"backward hook on module {hooked[0] or '(model)'}{rest}")

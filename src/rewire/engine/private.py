@@ -83,22 +83,27 @@ def watched_from_outside() -> bool:
     )
 
 
-def watchers() -> list[str]:
-    """What the two above answer yes to, in words."""
-    functions = [str(type(mode).__name__) for mode in _function_mode_stack()]
-    operators = [str(type(mode).__name__) for mode in _dispatch_mode_stack()]
+def watchers(outside: bool) -> list[str]:
+    """What :func:`watched`, or :func:`watched_from_outside`, answers yes to, in words."""
     found = {
         "saved-tensor hooks are active (activation checkpointing, save_on_cpu)": _hooks(False),
-        f"a dispatch mode is active ({', '.join(operators)})": dispatch_modes() or None,
-        "a functorch transform is active (vmap, grad, jvp)": functorch_active() or None,
-        "forward-mode differentiation is active": forward_ad._current_level >= 0 or None,
-        f"a function mode is active ({', '.join(functions)})": _function_modes() or None,
-        "torch.jit.trace is active": tracing_state(),
-        "hooks on all modules are registered (register_module_forward_hook and the like)": (
-            _module._has_any_global_hook() or None
-        ),
+        f"a dispatch mode is active ({_names(_dispatch_mode_stack())})": dispatch_modes(),
+        "a functorch transform is active (vmap, grad, jvp)": functorch_active(),
+        "forward-mode differentiation is active": forward_ad._current_level >= 0,
     }
-    return [words for words, there in found.items() if there is not None]
+    if outside:
+        found |= {
+            f"a function mode is active ({_names(_function_mode_stack())})": _function_modes(),
+            "torch.jit.trace is active": tracing_state(),
+            "hooks on all modules are registered (register_module_forward_hook and the like)": (
+                _module._has_any_global_hook()
+            ),
+        }
+    return [words for words, there in found.items() if there]
+
+
+def _names(modes: list[Any]) -> str:
+    return ", ".join(type(mode).__name__ for mode in modes)
 
 
 def backward_hooks(model: nn.Module) -> list[dict[int, Any]]:

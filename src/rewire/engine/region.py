@@ -234,17 +234,18 @@ class Region:
                 "a tensor was used while it was being computed on the same thread, in a signal handler or "
                 "a finaliser perhaps: call rewire.use_engine(model, False)"
             )
-        (_run_uncompiled if private.compiler_loaded() else Region._run)(self, held)
+        (_run_uncompiled if private.compiler_loaded() else _run)(self, why, held)
 
     def settle(self) -> bool:
         """Run for somebody who uses running statistics; False if that is not possible: a signal handler
         that has interrupted the region itself has to take them as they are."""
         if self._lock._is_owned():
             return False
-        (_run_uncompiled if private.compiler_loaded() else Region._run)(self, (), True)
+        (_run_uncompiled if private.compiler_loaded() else _run)(self, Why.STATISTICS, (), True)
         return True
 
-    def _run(self, held: Sequence[LazyTensor], settling: bool = False) -> None:
+    def run_now(self, why: Any, held: Sequence[LazyTensor], settling: bool = False) -> None:
+        """The same, in code that is not being compiled."""
         with self._lock:
             self.closed = True
             if settling and (self._failed is not None or self._forgotten()):
@@ -333,7 +334,11 @@ class Region:
         return list(torch.autograd.grad(y, wanted, dy, create_graph=again, allow_unused=True))
 
 
-_run_uncompiled: Callable[..., None] = private.uncompiled(Region._run)
+def _run(region: Region, why: Any, held: Sequence[LazyTensor], settling: bool = False) -> None:
+    region.run_now(why, held, settling)
+
+
+_run_uncompiled: Callable[..., None] = private.uncompiled(_run)
 
 
 def _view(tensor: Any) -> Any:
