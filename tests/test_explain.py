@@ -196,11 +196,13 @@ def test_what_is_seen_is_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
             self.d = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.Hardswish())
 
     model = converted(nn.Sequential(nn.Conv2d(3, 3, 1), nn.ReLU(), More(), nn.Conv2d(4, 4, 1)))
-    handle = model[1].register_forward_pre_hook(lambda m, args: (torch.relu(args[0]),))
+    model[1].register_forward_pre_hook(lambda m, args: (torch.relu(args[0]),))
+    use_engine(model, False)
+    model.register_forward_hook(lambda m, args, y: torch.relu(y))  # comes before the engine's
+    use_engine(model)
     model(image())
     plain, keys[:] = list(keys), []
     rewire.explain(model, image())
-    handle.remove()
     assert len(plain) > 3
     assert keys == plain
 
@@ -627,7 +629,7 @@ def test_text_is_narrow_and_plain() -> None:
     text = str(rewire.explain(converted(Long()), image()))
     assert max(map(len, text.splitlines())) <= 120
     assert "\033" not in text
-    assert "  …lock_with_quite_a_long_name.0.a  ConvForward" in text
+    assert "  …ck_with_quite_a_long_name.0.a  ConvForward" in text
     found = rewire.explain(converted(Long()), image())
     assert str(found).startswith(repr(found))
     assert found._repr_html_().startswith("<pre>Long in training mode")

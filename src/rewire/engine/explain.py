@@ -111,7 +111,6 @@ def _observed(watcher: _Watcher) -> Iterator[None]:
         yield
     finally:
         observe.observer = before
-        watcher.ended = True
 
 
 @contextmanager
@@ -141,10 +140,9 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 for name, table in zip(_TABLES, tables, strict=True):
                     _restore(getattr(part, name), table)
             for tensor, copy in zip(tensors, copies, strict=True):
+                # Past the version counter: graphs of before that have it saved stay valid.
                 if not torch.equal(tensor.detach(), copy):
-                    tensor.data.copy_(
-                        copy
-                    )  # past the version counter: graphs that have it stay valid
+                    tensor.data.copy_(copy)
             for parameter, grad in grads:
                 parameter.grad = grad
 
@@ -163,7 +161,7 @@ class _Watcher:
     """Collects what happens in one call of a model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.ended = model, False
+        self.model = model
         self.grad, self.training = torch.is_grad_enabled(), model.training
         self.names = {part: name for name, part in model.named_modules()}
         self.modules = {name: part for part, name in self.names.items()}
@@ -290,13 +288,11 @@ class _Region(Region):
         return Place(place.file, place.line, watcher.names[module], type(module).__name__)
 
     def run_now(self, why: Any, held: Sequence[LazyTensor], settling: bool = False) -> None:
-        if self.nodes and not self.closed and not self.watcher.ended:
+        if self.nodes and not self.closed:
             self.watcher.runs(self, why, held)
         super().run_now(why, held, settling)
 
     def computed(self, run: Run, members: list[int], key: Any) -> None:
-        if self.watcher.ended:
-            return
         plan = execute.plan_of(key).plan
         self.arena += plan.arena
         self.functions += 1
