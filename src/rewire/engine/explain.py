@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from rewire.engine import _HANDLES, execute, observe, places, private
 from rewire.engine.explanation import (
@@ -30,6 +27,7 @@ from rewire.engine.plan import Buffer, Step
 from rewire.engine.region import Region
 from rewire.engine.rules import PRODUCTS
 from rewire.engine.scope import Scope, _local
+from rewire.engine.unchanged import unchanged
 from rewire.nn.sparse import SparseLayer
 
 _lock = threading.RLock()
@@ -69,7 +67,7 @@ def explain(model: nn.Module, example: Any) -> Explanation:
     args, kwargs = _arguments(example)
     watcher = _Watcher(model)
     if watcher.layers and watcher.on:
-        with _lock, _unchanged(model), _observed(watcher):
+        with _lock, unchanged(model), _observed(watcher):
             _call(model, args, kwargs)
     return watcher.explanation()
 
@@ -111,50 +109,6 @@ def _observed(watcher: _Watcher) -> Iterator[None]:
         yield
     finally:
         observe.observer = before
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Put everything back that a call of the model may change."""
-    tensors = list({id(t): t for t in (*model.parameters(), *model.buffers())}.values())
-    if any(is_lazy(tensor) for tensor in tensors):
-        raise ValueError("the model has lazy modules that have not been called: call it once first")
-    copies = [tensor.detach().clone() for tensor in tensors]
-    grads = [(p, p.grad) for p in model.parameters()]
-    attributes = [
-        (part, dict(part.__dict__), [dict(getattr(part, name)) for name in _TABLES])
-        for part in model.modules()
-    ]
-    python, arrays = random.getstate(), numpy.random.get_state()  # noqa: NPY002
-    cuda = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-    with torch.random.fork_rng(devices=cuda):
-        try:
-            for parameter, _ in grads:
-                parameter.grad = None
-            yield
-        finally:
-            random.setstate(python)
-            numpy.random.set_state(arrays)  # noqa: NPY002
-            for part, own, tables in attributes:
-                _restore(part.__dict__, own)
-                for name, table in zip(_TABLES, tables, strict=True):
-                    _restore(getattr(part, name), table)
-            for tensor, copy in zip(tensors, copies, strict=True):
-                # Past the version counter: graphs of before that have it saved stay valid.
-                if not torch.equal(tensor.detach(), copy):
-                    tensor.data.copy_(copy)
-            for parameter, grad in grads:
-                parameter.grad = grad
-
-
-_TABLES = ("_parameters", "_buffers", "_modules")
-
-
-def _restore(now: dict[str, Any], before: dict[str, Any]) -> None:
-    """The same objects under the same names, in the same order."""
-    if list(now) != list(before) or any(now[name] is not value for name, value in before.items()):
-        now.clear()
-        now.update(before)
 
 
 class _Watcher:
