@@ -483,7 +483,7 @@ def test_engine_off() -> None:
     assert {layer.reason for layer in found.layers} == {"the engine is off for this model"}
     assert str(found).endswith(
         "The engine is off for this model: its layers run one by one.\n"
-        "Turn it on with rewire.engine.use_engine(model)."
+        "Turn it on with rewire.use_engine(model)."
     )
     assert repr(rewire.explain(Block(), image())).endswith(
         "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first."

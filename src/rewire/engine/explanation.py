@@ -15,7 +15,7 @@ _COLUMNS = ("module", "kernel", "also does", "output", "layout", "written")
 _MODULE, _FUSED = 30, 34  # the widest that these columns get
 _OFF = (
     "The engine is off for this model: its layers run one by one.\n"
-    "Turn it on with rewire.engine.use_engine(model)."
+    "Turn it on with rewire.use_engine(model)."
 )
 _LEGEND = (
     "Track updates running statistics, Relayout copies to another layout, moments are mean and variance "
