@@ -445,7 +445,7 @@ def test_padding_that_kernels_do_not_imply() -> None:
 
 def test_batch_norm_that_is_called_again() -> None:
     found = explained(lambda m, x: m.c(m.n(x)))  # again
-    reason = "a batch norm is called again: it needs the running statistics of its first call"
+    reason = "running statistics that a recorded batch norm will update are needed"
     assert_stop(found, reason, "again", "n")
 
 

@@ -196,6 +196,8 @@ def why_run(why: Any, found: Found, scope: Scope | None, held: bool) -> str:
 _WHY = {
     Why.DTYPE: "a layer of another dtype follows",
     Why.AGAIN: "a batch norm is called again: it needs the running statistics of its first call",
+    Why.STATISTICS: "running statistics that a recorded batch norm will update are needed",
+    Why.OFF: "rewire.use_engine was called",
     Why.OTHER: "what was recorded in another gradient mode, or in another thread, reads it",
 }
 
