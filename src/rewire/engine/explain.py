@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -247,11 +248,14 @@ class _Region(Region):
         super().run_now(why, held, settling)
 
     def computed(self, run: Run, members: list[int], key: Any) -> None:
-        plan = execute.plan_of(key).plan
-        self.arena += plan.arena
+        if key is None:
+            self.forward += map(self._by_torch, members)
+        else:
+            plan = execute.plan_of(key).plan
+            self.arena += plan.arena
+            self.forward += [self._step(step, members) for step in plan.forward]
+            self.backward += [self._step(step, members) for step in plan.backward]
         self.functions += 1
-        self.forward += [self._step(step, members) for step in plan.forward]
-        self.backward += [self._step(step, members) for step in plan.backward]
         self.outputs = [
             Value(self.nodes[i][0], self.places[i], self.nodes[i][3], i in run.linked)
             for i in run.live
@@ -268,6 +272,14 @@ class _Region(Region):
         size = sum(buffer.bytes for buffer in written)
         return PlannedStep(
             *(step.name, op, place, step.fused, first.shape, first.layout.value, dtype, size)
+        )
+
+    def _by_torch(self, index: int) -> PlannedStep:
+        op, _, _, shape, _ = self.nodes[index]
+        size = math.prod(shape) * self.dtype.itemsize
+        fused = ("a layer by itself" if op in PRODUCTS else "by torch",)
+        return PlannedStep(
+            *(op, op, self.places[index], fused, shape, "contiguous", _name(self.dtype), size)
         )
 
     def planned(self) -> PlannedRegion:

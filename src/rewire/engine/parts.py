@@ -10,7 +10,8 @@ from torch import Tensor
 from rewire.engine import execute, private
 from rewire.engine.graph import VIEWS, InputMeta, root
 from rewire.engine.lazy import LazyTensor, data_of
-from rewire.engine.ops import EAGER
+from rewire.engine.ops import EAGER, interpret
+from rewire.engine.rules import PRODUCTS
 
 if TYPE_CHECKING:
     from rewire.engine.region import Region
@@ -110,8 +111,13 @@ class Run:
         else:
             inside, metas, tensors, written = self._part(members)
             key = tuple(inside), tuple(metas), tuple(map(members.index, leaving))
-        values = execute.run(key, tensors, written, region.data(True), region.grad)
-        region.computed(self, members, key)
+        if _better_by_torch([node[0] for node in inside]):
+            found = interpret(inside, tensors, region.data(True))
+            values: Sequence[Tensor] = [found[members.index(i)] for i in leaving]
+            region.computed(self, members, None)
+        else:
+            values = execute.run(key, tensors, written, region.data(True), region.grad)
+            region.computed(self, members, key)
         for i, value in zip(leaving, values, strict=True):
             self._take(i, value)
 
@@ -176,3 +182,12 @@ class Run:
             del lazy._region, lazy._index
         self.found[index] = lazy
         return lazy
+
+
+def _better_by_torch(ops: Sequence[str]) -> bool:
+    """Whether there is nothing to gain from a plan: a layer by itself, or operations around layers, which
+    would have to move their tensors to another layout and back."""
+    return (len(ops) == 1 and ops[0] != "dropout") or not any(op in _PLANNED for op in ops)
+
+
+_PLANNED = (*PRODUCTS, "dropout")  # torch's dropout has other noise

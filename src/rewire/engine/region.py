@@ -276,7 +276,8 @@ class Region:
             self.refs = []
 
     def computed(self, run: Run, members: list[int], key: Any) -> None:
-        """Some nodes have been computed, by the plan that is kept under a key; for who observes."""
+        """Some nodes have been computed, by the plan that is kept under a key, or one by one if that is
+        None; for who observes."""
 
     def _show(self) -> None:
         """Make running statistics ordinary tensors."""
