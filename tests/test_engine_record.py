@@ -131,7 +131,7 @@ def test_models(name: str, recorded: Recorded) -> None:
             part.p = 0.0  # the engine has noise of its own
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     same(model.eval(), x)
-    assert len(recorded.graphs) == 2  # of the transformer, only the head
+    assert len(recorded.graphs) == (0 if name == "vit" else 2)  # its head is a layer by itself
     same(model.train(), x)
 
 
@@ -233,12 +233,8 @@ def test_what_is_kept_and_read_again_is_a_cut(recorded: Recorded) -> None:
     """Else hooks on it would not see the gradient of what reads it."""
     model = converted(Escapes())
     model(image())
-    assert recorded.ops == [
-        ["conv2d"],
-        ["batch_norm", "relu"],
-        ["conv2d", "batch_norm", "add"],
-        _LAST,
-    ]
+    # A convolution by itself, and a batch norm and a ReLU, need no plan.
+    assert recorded.ops == [["conv2d", "batch_norm", "add"], _LAST]
     recorded.graphs.clear()
     with torch.no_grad():
         model(image())
@@ -705,7 +701,7 @@ def test_autocast() -> None:
 
     torch.manual_seed(0)
     model = rewire.sparsify(Mixed(), 0.5, keep_dense="d")
-    rewire.nn.fusion.use_engine(model, False)
+    use_engine(model, False)
     x = image().float()
     found = []
     for on in (True, False):
