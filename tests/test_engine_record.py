@@ -237,7 +237,7 @@ def test_what_is_kept_and_read_again_is_a_cut(recorded: Recorded) -> None:
     assert recorded.ops == [["conv2d", "batch_norm", "add"], _LAST]
     recorded.graphs.clear()
     with torch.no_grad():
-        model(image())
+        converted(Escapes())(image())
     assert [graph.outputs for graph in recorded.graphs] == [(0, 2, 5, 7)]
 
 
