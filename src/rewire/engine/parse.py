@@ -127,7 +127,10 @@ def _batch_norm(
             return No
     statistics = () if running_mean is None or running_var is None else (running_mean, running_var)
     updated = statistics if training else ()
-    if not all(map(_may_be_lazy, updated)) or (updated and running_mean is running_var):
+    for buffer in updated:
+        if not _may_be_lazy(buffer):
+            return No
+    if updated and running_mean is running_var:
         return No
     region = recording(dtype_of(input))
     if region is not None and region.reads_any(*statistics):

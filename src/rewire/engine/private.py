@@ -53,10 +53,9 @@ def swap(tensor: Tensor, other: Tensor) -> None:
 
 def unswap(wrapper: Tensor, tensor: Tensor) -> None:
     """Take back the swap of an ordinary tensor, now ``tensor``, with a wrapper without memory. Nothing
-    happens to what has been taken back before an interrupt."""
-    with without_functions():
-        if wrapper.data_ptr() == 0:
-            torch._C._swap_tensor_impl(wrapper, tensor)
+    happens to what has been taken back before an interrupt. Called :data:`without_functions`."""
+    if wrapper.data_ptr() == 0:
+        torch._C._swap_tensor_impl(wrapper, tensor)
     kind = type(wrapper)
     if kind is not Tensor:
         tensor.__class__, wrapper.__class__ = kind, Tensor

@@ -117,10 +117,10 @@ class Region:
 
     def reads_any(self, *tensors: Tensor) -> bool:
         """Whether one of some tensors has the memory of an input."""
-        return any(
-            type(tensor) is not LazyTensor and tensor.data_ptr() in self._pointers
-            for tensor in tensors
-        )
+        for tensor in tensors:
+            if type(tensor) is not LazyTensor and tensor.data_ptr() in self._pointers:
+                return True
+        return False
 
     def requires_grad(self, ref: int) -> bool:
         """Whether an operand did when it was recorded."""
@@ -174,7 +174,10 @@ class Region:
         self.tensors[at] = tensor = hide(buffer, self)
         if tensor is None:
             return False
-        self.stamps[at] = _stamp(tensor)
+        if (
+            self.stamps[at][1] == 0 or self.inference
+        ):  # lazy on another thread when it was read, or copied
+            self.stamps[at] = _stamp(tensor)
         self.buffers.append(buffer)
         self.written.add(at)
         return True
@@ -281,8 +284,9 @@ class Region:
 
     def _show(self) -> None:
         """Make running statistics ordinary tensors."""
-        for buffer in self.buffers:
-            show(buffer, self)
+        with private.without_functions():
+            for buffer in self.buffers:
+                show(buffer, self)
         for at in self.written:
             self.tensors[at] = None
         self.buffers = []

@@ -76,7 +76,8 @@ def settled(buffer: LazyBuffer) -> Tensor:
         region = getattr(buffer, "_region", None)
         if region is None or not region.settle():
             return getattr(buffer, "_tensor", buffer)
-        show(buffer, region)  # if an interrupt has kept the region from doing so
+        with private.without_functions():
+            show(buffer, region)  # if an interrupt has kept the region from doing so
     return buffer
 
 
