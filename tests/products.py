@@ -171,7 +171,7 @@ def sizes_of(conv: Convolution) -> list[list[int]]:
 def as_operator(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     """The same through the dispatcher, as torch.compile and dispatch modes see it."""
     if case.x.dim() == 2:
-        y: Tensor = torch.ops.rewire.linear(x, values, bias, *case.topology, False)
+        y: Tensor = torch.ops.rewire.linear(x, values, bias, *case.topology)
         return y
     y = torch.ops.rewire.conv2d(x, values, bias, *case.topology, *sizes_of(case.conv))
     return y

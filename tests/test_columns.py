@@ -8,21 +8,17 @@ from torch import Tensor, nn
 
 import rewire
 from products import LINEAR, Case, as_operator, conv3, dense_gradients, gradients, make, sizes_of
-from rewire import SparseConv2d, SparseLinear, ops
+from rewire import SparseConv2d, SparseLinear
 from rewire.ops import native
 
 CASES = {"linear": (LINEAR, (6, 9), 5), "conv": (conv3(), (3, 2, 5, 6), 4)}
-
-
-def rows(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.linear(x, values, bias, case.topology, row_major=True)
 
 
 def eager(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     return case.run(x, values, bias)
 
 
-PATHS = {"eager": eager, "operator": as_operator, "rows": rows}
+PATHS = {"eager": eager, "operator": as_operator}
 
 
 @pytest.mark.parametrize("kernels", [True, False])
@@ -33,8 +29,6 @@ PATHS = {"eager": eager, "operator": as_operator, "rows": rows}
 def test_gradients_have_the_shape_of_the_values(
     share: float, memory: str, kind: str, path: str, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if (path, kind) == ("rows", "conv"):
-        pytest.skip("rows are for linear layers")
     if not kernels:
         monkeypatch.setattr(native, "kernels", lambda x: None)
     case = make(*CASES[kind], share, torch.float64)
@@ -107,7 +101,7 @@ def test_exported_and_compiled_layers(kind: str) -> None:
 def test_the_fake_rules_have_the_same_shapes(kind: str) -> None:
     case = make(*CASES[kind], 0.5, torch.float64)
     values = case.values[:, None].clone().requires_grad_()
-    name, rest = ("linear", [False]) if kind == "linear" else ("conv2d", sizes_of(case.conv))
+    name, rest = ("linear", []) if kind == "linear" else ("conv2d", sizes_of(case.conv))
     operator = getattr(torch.ops.rewire, name).default
     torch.library.opcheck(operator, (case.x, values, case.bias, *case.topology, *rest))
 

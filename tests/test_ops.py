@@ -3,12 +3,10 @@
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -26,9 +24,8 @@ from products import (
     gradients,
     make,
 )
-from rewire import Connections, ops
+from rewire import ops
 from rewire.ops import Convolution, native, reference
-from rewire.ops.topology import build
 
 INSTRUCTION_SETS = ops.instruction_sets() or ["reference"]
 DTYPES = [torch.float32, torch.float64]
@@ -227,61 +224,12 @@ def test_without_bias(isa: str) -> None:
         assert_close(y, expected - case.bias.double().view(shape))
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
-@pytest.mark.parametrize("batch", [0, 1, 3, 37, 130])
-def test_rectified_in_the_same_pass(isa: str, batch: int, dtype: torch.dtype) -> None:
-    cases = [
-        make(LINEAR, (batch, 60), 50, 0.2, dtype),
-        make(Convolution((3, 2), (2, 1), (1, 1)), (batch, 4, 9, 8), 7, 0.3, dtype),
-        make(conv3(), (batch, 8, 12, 12), 8, 0.3, dtype),
-    ]
-    for case in cases:
-        tensors = (case.x, case.values, case.bias)
-        for row_major in (False, True) if case.x.dim() == 2 else (False,):
-            options = {"row_major": row_major} if case.x.dim() == 2 else {"conv": case.conv}
-            run = ops.linear if case.x.dim() == 2 else ops.conv2d
-            rectified = partial(run, topology=case.topology, relu=True, **options)
-            for needs in NEEDS:
-                y, grads = gradients(rectified, tensors, case.dy, needs)
-                expected, right = gradients(case.run_and_relu, tensors, case.dy, needs)
-                assert torch.equal(y, expected)
-                for grad, reference_grad in zip(grads, right, strict=True):
-                    if reference_grad is not None:
-                        assert_close(grad, reference_grad)
-            with torch.no_grad():
-                assert torch.equal(rectified(*tensors), expected)
-
-
-def test_the_rectifier_is_torchs_at_zero_and_nan(isa: str) -> None:
-    c = Connections.from_mask(torch.eye(4))
-    topology = build(c.indptr, c.indices, 4)
-    x = torch.tensor([[0.0, torch.nan, torch.inf, -torch.inf]]).repeat(37, 1)
-    for rows in (x, x[:1]):
-        grads = []
-        for relu in (True, False):
-            bias = torch.zeros(4, requires_grad=True)
-            y = ops.linear(rows, torch.ones(4), bias, topology, relu=relu)
-            y = y if relu else F.relu(y)
-            (grad,) = torch.autograd.grad(y, bias, torch.full_like(y, torch.inf))
-            grads.append([y.detach(), grad])
-        for ours, torchs in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, torchs, equal_nan=True)
-
-
-def test_results_are_batch_last_unless_row_major_is_asked_for(isa: str) -> None:
-    case = make(LINEAR, (40, 30), 20, 0.2)
-    y = ops.linear(case.x, case.values, case.bias, case.topology)
-    rows = ops.linear(case.x, case.values, case.bias, case.topology, row_major=True)
-    assert y.stride() == (1, 40)
-    assert rows.is_contiguous()
-    assert torch.equal(y, rows)
-    x = case.x.clone().requires_grad_()
-    rows = ops.linear(x, case.values, case.bias, case.topology, row_major=True)
-    (dx,) = torch.autograd.grad(rows, x, case.dy)
-    assert_close(dx, dense_gradients(case)[1][0])
-    image = make(Convolution((3, 3)), (40, 3, 6, 6), 5, 0.2)
-    y = image.run(image.x, image.values, image.bias)
-    assert y.stride() == (1, 4 * 4 * 40, 4 * 40, 40)
+@pytest.mark.parametrize("how", ["contiguous", "batch-last", "sliced"])
+def test_results_are_contiguous(isa: str, how: str) -> None:
+    for case in (make(LINEAR, (40, 30), 20, 0.2), make(Convolution((3, 3)), (40, 3, 6, 6), 5, 0.2)):
+        tensors = (arranged(case.x, how), case.values[:, None], case.bias)
+        y, grads = gradients(case.run, tensors, arranged(case.dy, how), (True,) * 3)
+        assert all(t is not None and t.is_contiguous() for t in (y, *grads))
 
 
 # Sizes for every way of reading the source (csrc/plan.h): the tensor itself, or a window of it. The

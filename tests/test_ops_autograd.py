@@ -81,8 +81,7 @@ def operator_sizes(case: Case) -> list[list[int]]:
 @pytest.mark.parametrize(("conv", "shape", "n_out"), OPERATOR_CASES)
 def test_opcheck_forward(conv: Convolution, shape: tuple[int, ...], n_out: int) -> None:
     case = make(conv, shape, n_out, 0.5)
-    row_major = [False] if case.x.dim() == 2 else []
-    rest = (*case.topology, *operator_sizes(case), *row_major)
+    rest = (*case.topology, *operator_sizes(case))
     opcheck(case, "", case.x, case.values, None, *rest)
     opcheck(case, "", arranged(case.x, "batch-last"), case.values, case.bias, *rest)
     for needs in ((True, True, True), (False, True, False)):
@@ -110,13 +109,6 @@ def test_opcheck_gradient_at(conv: Convolution, shape: tuple[int, ...], n_out: i
     opcheck(case, "_gradient_at", case.dy, case.x, outputs.flip(0), inputs.flip(0), *rest)
     dy, x = arranged(case.dy, "batch-last"), arranged(case.x, "batch-last")
     opcheck(case, "_gradient_at", dy, x, outputs, inputs, *rest)
-
-
-def test_opcheck_row_major() -> None:
-    case = make(LINEAR, (6, 9), 5, 0.5)
-    tensors = [t.requires_grad_() for t in (case.x, case.values, case.bias)]
-    args = (*tensors, *case.topology, True)
-    torch.library.opcheck(torch.ops.rewire.linear.default, args)
 
 
 @pytest.mark.parametrize("name", ["x", "values", "indices", "slots", "outputs", "order"])

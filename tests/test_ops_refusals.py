@@ -219,7 +219,7 @@ def calls(topology: Topology) -> list[Callable[[], Any]]:
     return [
         lambda: ops.linear(x, values, None, topology),
         lambda: ops.linear(x.clone().requires_grad_(), values, None, topology),
-        lambda: torch.ops.rewire.linear(x, values, None, *topology, False),
+        lambda: torch.ops.rewire.linear(x, values, None, *topology),
         lambda: ops.conv2d(image, values, None, topology, Convolution()),
         lambda: torch.ops.rewire.conv2d(image, values, None, *topology, *sizes),
     ]

@@ -1,8 +1,8 @@
-"""Linear layers whose input and output are row-major: against dense PyTorch, and without copies."""
+"""Linear layers around the widths of what is turned at once, alone and with a ReLU in a converted model:
+against dense PyTorch, and without copies."""
 
 import copy
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -10,36 +10,33 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from products import (
-    LINEAR,
-    NEEDS,
-    Case,
-    arranged,
-    assert_close,
-    assert_same_bits,
-    gradients,
-    make,
-)
-from rewire import SparseLinear, ops
+from products import LINEAR, NEEDS, Case, arranged, assert_close, assert_same_bits, gradients, make
+from rewire import SparseLinear, ops, use_engine
 from rewire.ops import Convolution, layout
 
 DTYPES = [torch.float32, torch.float64]
-# Rows, units in and out, density: around the widths of panels and of what is turned at once.
+# Rows, units in and out, density.
 SHAPES = [
     *((0, 5, 4, 0.5), (1, 9, 7, 0.5), (2, 3, 5, 0.7), (7, 40, 33, 0.2), (16, 16, 16, 0.3)),
-    *(
-        (31, 17, 65, 0.2),
-        (32, 64, 48, 0.1),
-        (33, 100, 257, 0.05),
-        (65, 1, 30, 0.5),
-        (65, 30, 1, 0.5),
-    ),
-    *((130, 513, 260, 0.02), (200, 300, 20, 0.0), (129, 255, 600, 0.05)),
+    *((31, 17, 65, 0.2), (32, 64, 48, 0.1), (33, 100, 257, 0.05), (65, 1, 30, 0.5)),
+    *((65, 30, 1, 0.5), (130, 513, 260, 0.02), (200, 300, 20, 0.0), (129, 255, 600, 0.05)),
 ]
 
 
-def run_rows(case: Case, relu: bool = False) -> Callable[..., Tensor]:
-    return partial(ops.linear, topology=case.topology, row_major=True, relu=relu)
+def converted(case: Case, bias: bool = True) -> Callable[..., Tensor]:
+    """The layer of a case and a ReLU as a converted model, a function of the tensors."""
+    c = case.connections
+    layer = SparseLinear(c.n_in, c.n_out, bias, connections=len(c), dtype=case.values.dtype)
+    layer.set_connections(c, case.values)
+    model = nn.Sequential(layer, nn.ReLU())
+    use_engine(model)
+
+    def run(x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
+        given = {"0.values": values[:, None]} | ({} if bias is None else {"0.bias": bias})
+        y: Tensor = torch.func.functional_call(model, given, x)
+        return y
+
+    return run
 
 
 def expected_gradients(case: Case, relu: bool) -> tuple[Tensor, list[Tensor]]:
@@ -59,23 +56,23 @@ def expected_gradients(case: Case, relu: bool) -> tuple[Tensor, list[Tensor]]:
 
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("batch", "n_in", "n_out", "density"), SHAPES)
-def test_each_shape_agrees_with_dense(
-    isa: str, batch: int, n_in: int, n_out: int, density: float, dtype: torch.dtype, relu: bool
-) -> None:
-    case = make(LINEAR, (batch, n_in), n_out, density, dtype, empty_rows=batch == 130)
-    expected_y, expected = expected_gradients(case, relu)
-    for needs in NEEDS:
-        y, grads = gradients(run_rows(case, relu), (case.x, case.values, case.bias), case.dy, needs)
-        assert y.is_contiguous()
-        assert_close(y, expected_y)
-        for grad, right, need in zip(grads, expected, needs, strict=True):
-            if need:
-                assert grad is not None
-                assert grad.is_contiguous()
-                assert_close(grad, right)
-    without = ops.linear(case.x, case.values, None, case.topology, row_major=True)
-    assert_close(without, F.linear(case.x.double(), case.weight(case.values.double())))
+def test_each_shape_agrees_with_dense(isa: str, dtype: torch.dtype, relu: bool) -> None:
+    for batch, n_in, n_out, density in SHAPES:
+        case = make(LINEAR, (batch, n_in), n_out, density, dtype, empty_rows=batch == 130)
+        expected_y, expected = expected_gradients(case, relu)
+        run = converted(case) if relu else case.run
+        for needs in NEEDS:
+            y, grads = gradients(run, (case.x, case.values, case.bias), case.dy, needs)
+            assert y.is_contiguous()
+            assert_close(y, expected_y)
+            for grad, right, need in zip(grads, expected, needs, strict=True):
+                if need:
+                    assert grad is not None
+                    assert grad.is_contiguous()
+                    assert_close(grad, right)
+        if not relu:
+            without = ops.linear(case.x, case.values, None, case.topology)
+            assert_close(without, F.linear(case.x.double(), case.weight(case.values.double())))
 
 
 @pytest.mark.parametrize("how", ["batch-last", "expanded", "sliced", "offset"])
@@ -84,34 +81,37 @@ def test_any_strides_of_input_and_gradient(isa: str, how: str) -> None:
     for changed in ("x", "dy"):
         other = make(LINEAR, (70, 60), 50, 0.2)
         setattr(other, changed, arranged(getattr(case, changed), how))
-        expected_y, expected = expected_gradients(other, relu=True)
         tensors = (other.x, other.values, other.bias)
-        y, grads = gradients(run_rows(other, relu=True), tensors, other.dy, (True,) * 3)
-        assert y.is_contiguous()
-        for result, right in zip([y, *grads], [expected_y, *expected], strict=True):
-            assert_close(result, right)
+        for relu in (False, True):
+            expected_y, expected = expected_gradients(other, relu)
+            run = converted(other) if relu else other.run
+            y, grads = gradients(run, tensors, other.dy, (True,) * 3)
+            assert y.is_contiguous()
+            for result, right in zip([y, *grads], [expected_y, *expected], strict=True):
+                assert_close(result, right)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(32, 700, 600), (100, 600, 700), (1000, 90, 80)])
 @pytest.mark.parametrize("density", [0.05, 0.6])
 def test_any_number_of_threads_gives_the_same_bits(
-    isa: str,
-    threads: Callable[[int], None],
-    dtype: torch.dtype,
-    shape: tuple[int, int, int],
-    density: float,
+    isa: str, threads: Callable[[int], None], dtype: torch.dtype, density: float
 ) -> None:
-    case = make(LINEAR, shape[:2], shape[2], density, dtype)
-    tensors = (case.x, case.values, case.bias)
+    for rows, n_in, n_out in ((32, 700, 600), (100, 600, 700), (1000, 90, 80)):
+        case = make(LINEAR, (rows, n_in), n_out, density, dtype)
+        tensors, run = (case.x, case.values, case.bias), converted(case)
 
-    def everything(count: int) -> list[Tensor | None]:
-        threads(count)
-        y, grads = gradients(run_rows(case, relu=True), tensors, case.dy, (True,) * 3)
-        _, (dx, _, _) = gradients(run_rows(case), tensors, case.dy, (True, False, False))
-        return [y, *grads, dx]
+        def everything(
+            count: int,
+            case: Case = case,
+            tensors: tuple[Tensor, ...] = tensors,
+            run: Callable[..., Tensor] = run,
+        ) -> list[Tensor | None]:
+            threads(count)
+            y, grads = gradients(run, tensors, case.dy, (True,) * 3)
+            _, (dx, _, _) = gradients(case.run, tensors, case.dy, (True, False, False))
+            return [y, *grads, dx]
 
-    assert_same_bits(everything)
+        assert_same_bits(everything)
 
 
 @pytest.mark.skipif(not ops.instruction_sets(), reason="there are no kernels")
@@ -129,30 +129,33 @@ def test_the_input_is_kept_as_it_is() -> None:
     assert x.data_ptr() in kept
 
 
-def test_a_layer_by_itself_answers_in_the_memory_of_its_input() -> None:
+def test_a_layer_by_itself_takes_any_memory_and_gives_contiguous_results() -> None:
     layer = SparseLinear(48, 40, sparsity=0.8)
     x = torch.randn(70, 48)
-    assert layer(x).is_contiguous()
-    assert layer(x[:, None]).is_contiguous()
-    y = layer(layout.to_batch_last(x))
-    assert layout.prefers_batch_last(y)
-    assert torch.equal(y, layer(x))
+    expected = layer(x)
+    for given in (x, x[:, None], layout.to_batch_last(x), x.repeat(1, 2)[:, ::1][:, :48]):
+        y = layer(given)
+        assert y.is_contiguous()
+        assert torch.equal(y.flatten(0, -2), expected)
 
 
 @pytest.mark.parametrize("relu", [False, True])
-def test_a_probe_sees_the_input_and_the_gradient_behind_the_rectifier(isa: str, relu: bool) -> None:
-    case = make(LINEAR, (70, 60), 50, 0.2)
+def test_a_probe_sees_the_input_and_the_output_gradient(isa: str, relu: bool) -> None:
+    """That of the product, which the ReLU has let through."""
+    layer = SparseLinear(60, 50, sparsity=0.8)
+    model = nn.Sequential(layer, nn.ReLU() if relu else nn.Identity())
+    use_engine(model)
     seen: list[Tensor] = []
 
     def probe(conv: Convolution, x: Tensor, dy: Tensor) -> None:
-        seen.extend((x, dy))
+        seen.extend((x.clone(), dy.clone()))
 
-    run = partial(run_rows(case, relu), probe=probe)
-    y, grads = gradients(run, (case.x, case.values, case.bias), case.dy, (True,) * 3)
-    for grad, right in zip(grads, expected_gradients(case, relu)[1], strict=True):
-        assert_close(grad, right)
-    assert torch.equal(seen[0], case.x)
-    assert torch.equal(seen[1], case.dy * (y > 0) if relu else case.dy)
+    layer.probe = probe
+    x, dy = torch.randn(70, 60), torch.randn(70, 50)
+    y = model(x)
+    y.backward(dy)
+    assert torch.equal(seen[0], x)
+    assert torch.equal(seen[1], dy * (y > 0) if relu else dy)
 
 
 @pytest.mark.usefixtures("small_panels")

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.autograd import gradgradcheck
 
 from fused import assert_close, normal
-from products import LINEAR, Case, make
-from rewire import SparseConv2d, SparseLinear, ops
-from rewire import use_engine
+from products import LINEAR, Case, as_operator, make
+from rewire import SparseConv2d, SparseLinear, use_engine
 from rewire.ops import Convolution
 
 CONVOLUTIONS = [
@@ -28,23 +27,8 @@ def cases() -> list[Case]:
     return [*(make(LINEAR, (n, 6), 5, 0.5, torch.float64) for n in (4, 1)), *images]
 
 
-def as_operator(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    if x.dim() == 2:
-        return torch.ops.rewire.linear(x, values, bias, *case.topology, True)
-    c = case.conv
-    sizes = (list(c.kernel), list(c.stride), list(c.padding), list(c.dilation))
-    return torch.ops.rewire.conv2d(x, values, bias, *case.topology, *sizes)
-
-
-def in_rows(case: Case, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    """Row-major, where that is another path."""
-    if x.dim() == 2:
-        return ops.linear(x, values, bias, case.topology, row_major=True)
-    return case.run(x, values, bias)
-
-
 @pytest.mark.parametrize("index", range(len(cases())))
-@pytest.mark.parametrize("run", [Case.run, Case.run_and_relu, as_operator, in_rows])
+@pytest.mark.parametrize("run", [Case.run, Case.run_and_relu, as_operator])
 @pytest.mark.parametrize("bias", [False, True])
 def test_products(index: int, run: Callable[..., Tensor], bias: bool) -> None:
     case = cases()[index]
