@@ -15,7 +15,6 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import rewire
 from parallel import batch, build, run, sgd, share
 from rewire import distributed
-from rewire.nn import promises
 
 # What FSDP allows, without rewiring ---------------------------------------------------------------
 
@@ -61,7 +60,6 @@ def train(rank: int, world: int, how: str | None) -> dict[str, torch.Tensor]:
 
 
 def all_ways(rank: int, world: int) -> dict[str, Any]:
-    promises._WORTHWHILE = 0  # small layers promise their outputs, too
     return {how: train(rank, world, how) for how in HOW}
 
 

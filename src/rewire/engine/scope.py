@@ -13,6 +13,7 @@ from torch import nn
 from rewire.engine import observe, private
 from rewire.engine.observe import Why
 from rewire.engine.region import Region
+from rewire.ops.sharding import has_fsdp
 
 
 class Scope:
@@ -88,7 +89,7 @@ def enter(module: nn.Module, args: Any) -> None:
             return
         if scope.region is not None:  # batch norms keep their order
             scope.region.run(Why.MODE)
-    on = not private.watched_from_outside() and not any(_hooks_of(module))
+    on = not (private.watched_from_outside() or any(_hooks_of(module)) or has_fsdp(module))
     _local.scope = scope = Scope(on, private.caller(), scope)
     scope.modules.append(module)
     if not on and observe.observer is not None:
