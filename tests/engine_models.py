@@ -10,16 +10,12 @@ import torch
 from torch import Tensor, nn
 
 import rewire
-from rewire.engine import use_engine
 from rewire import use_engine
 
 
 def converted(model: nn.Module, sparsity: float = 0.5, engine: bool = True) -> nn.Module:
-    """A model with sparse layers in float64, with the engine and without the fused machinery."""
-    model = rewire.sparsify(model.double(), sparsity)
-    use_engine(model, False)
-    use_engine(model, engine)
-    return model
+    """A model with sparse layers in float64."""
+    return rewire.sparsify(model.double(), sparsity, engine=engine)
 
 
 def image(batch: int = 4, channels: int = 3, size: int = 8, seed: int = 0) -> Tensor:

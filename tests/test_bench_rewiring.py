@@ -13,7 +13,7 @@ from rewire import GSE, Connections, Rewirer, SparseLinear
 from rewire.bench import rewiring, rewiring_show
 from rewire.bench.rewiring import Cost
 from rewire.cli import app
-from rewire.ops.products import LINEAR
+from rewire.ops.reference import LINEAR
 from rewire.sampling import Batch
 
 METHODS = ["uniform", "grabo", "graest", "RigL"]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from engine_graphs import Builder, Case, case, meaning, random_program
 from rewire.engine.graph import Graph
-from rewire.engine.ops import Data, Run
+from rewire.engine.run import Data, Run
 from rewire.engine.planned import Planned
 from rewire.ops import native
 

@@ -12,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire import SparseConv2d, SparseLinear, sampling
-from rewire.nn import promises
 from rewired import backward, by_key, dense_gradients, keys, layers, mlp, net, rows, sgd, topology
 
 pytestmark = pytest.mark.usefixtures("same_random_numbers")
@@ -163,12 +162,10 @@ def test_a_layer_used_twice_is_one_layer() -> None:
     assert list(rewiring.layers) == ["fc"]
 
 
-@pytest.mark.parametrize("promised", [True, False])
-def test_rectifiers_that_are_fused_are_seen(
-    promised: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0 if promised else 1 << 40)
+@pytest.mark.parametrize("engine", [True, False])
+def test_gradients_are_those_behind_a_relu(engine: bool) -> None:
     model = net()
+    rewire.use_engine(model, engine)
     rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=1e6)
     truth = dense_gradients(model, 0)
     backward(model, 0)
