@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from fused import assert_close, grads_of, loss_of, normal, same_buffers, tensors_in
+from bodies import assert_close, grads_of, loss_of, normal, same_buffers, tensors_in
 from rewire import ops
 
 pytestmark = [

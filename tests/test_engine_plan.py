@@ -12,8 +12,8 @@ from torch import Tensor
 
 from engine_graphs import Builder, Case, case, meaning, random_program
 from rewire.engine.graph import Graph
-from rewire.engine.run import Data, Run
 from rewire.engine.planned import Planned
+from rewire.engine.run import Data, Run
 from rewire.ops import native
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")

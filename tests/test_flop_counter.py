@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import rewire
-from fused import normal, plain
+from bodies import normal, plain
 from products import LINEAR, make
 from rewire import SparseConv2d, SparseLinear, flops, ops
 from rewire.nn.layer import ConnectedLayer

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from fused import assert_close, marks
+from bodies import assert_close, marks
 
 pytestmark = marks
 

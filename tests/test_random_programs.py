@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import rewire
-from fused import grads_of, normal
+from bodies import grads_of, normal
 from programs import OPERATIONS, Program, Step
 from rewire import ops
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import rewire
-from fused import assert_close, normal
+from bodies import assert_close, normal
 from rewire import SparseConv2d, SparseLinear
 from rewire.methods import RigL
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from fused import Bodies, Doubled
+from bodies import Bodies, Doubled
 from rewire import SparseConv2d
 
 USES = Bodies()

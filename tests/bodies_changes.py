@@ -1,5 +1,8 @@
-"""What changes in place something that an output is still to be computed from: torch's answer is due, or an
-error."""
+"""What changes in place something that an output is still to be computed from: torch's answer is due.
+
+``REFUSED`` says which of them raise, and with what message, where gradients are recorded. Torch refuses all
+of these, too, but for ``NOT_BY_TORCH``.
+"""
 
 from typing import Any
 
@@ -7,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused import Bodies
+from bodies import Bodies
 
 CHANGES = Bodies()
 
@@ -139,14 +142,6 @@ def input_of_a_layer_rectified_in_place(m: Any, x: Tensor) -> Tensor:
 
 
 @CHANGES.add
-def data_of_a_layers_input_changed(m: Any, x: Tensor) -> Tensor:
-    h = x * 2
-    y = m.conv(h)
-    h.data.mul_(2)
-    return F.relu(y).detach()
-
-
-@CHANGES.add
 def bias_of_a_layer_changed(m: Any, x: Tensor) -> Tensor:
     with torch.no_grad():
         y = m.conv(x)
@@ -183,3 +178,21 @@ def statistics_changed(m: Any, x: Tensor) -> Tensor:
         y = m.bn(m.conv(x))
         m.bn.reset_running_stats()
         return F.relu(y)
+
+
+_BY_AUTOGRAD = "modified by an inplace operation"
+REFUSED = {
+    **dict.fromkeys(
+        (
+            *("input_shifted", "input_dropped_in_place", "input_written_to"),
+            *("view_of_the_input_changed", "residual_changed", "half_that_changes_after_padding"),
+        ),
+        _BY_AUTOGRAD,
+    ),
+    "input_of_a_layer_changed": "was changed in place",
+    "input_of_a_layer_rectified_in_place": "was changed in place",
+}
+# The engine keeps what it has computed for the backward pass in an arena: it may be changed.
+ONLY_BY_TORCH = ("input_rectified_in_place", "input_rectified_in_place_and_added")
+# A function of autograd keeps all its inputs, also those whose numbers its gradient does not need.
+NOT_BY_TORCH = ("residual_changed", "half_that_changes_after_padding")

@@ -8,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from test_relay import ALSO_READ, USED, same_as_apart
+from test_units import SEQUENCES, sequence
 from torch import Tensor, nn
 from torch.autograd.functional import hvp
 
 import rewire
-from fused import Net, assert_close, grads_of, loss_of, marks, normal, plain, tensors_in
-from fused_changes import CHANGES
-from fused_images import IMAGES
-from fused_uses import USES
-from rewire import SparseConv2d, SparseLinear
+from bodies import Net, assert_close, grads_of, loss_of, marks, normal, plain, tensors_in
+from bodies_changes import CHANGES
+from bodies_images import IMAGES
+from bodies_uses import USES
+from rewire import SparseConv2d, SparseLinear, use_engine
 from rewire.methods import RigL
-from rewire import use_engine
-from test_relay import ALSO_READ, USED, same_as_apart
-from test_units import SEQUENCES, sequence
 
 pytestmark = [
     *marks,

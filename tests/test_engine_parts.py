@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 import rewire
-from fused import assert_close, grads_of, marks, normal
-from rewire.nn import promises
+from bodies import assert_close, grads_of, marks, normal
 from rewire import use_engine
+from rewire.nn import promises
 from rewire.nn.layer import ConnectedLayer
 
 pytestmark = marks

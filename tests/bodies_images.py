@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fused import Body, Doubled
+from bodies import Body, Doubled
 
 CHANNELS = (0, 0, 0, 0, 1, 2)
 
@@ -17,7 +17,7 @@ def _block(m: Any, x: Tensor) -> Tensor:
 
 
 def _sum(m: Any, x: Tensor) -> Tensor:
-    """A rectified residual sum, which has a twin."""
+    """A rectified residual sum."""
     y = m.conv(x)
     return F.relu(m.bn(m.conv2(y)) + y)
 
@@ -63,7 +63,7 @@ def _padded_then_changed(m: Any, x: Tensor) -> list[Tensor]:
 
 
 def _rectified_after(m: Any, x: Tensor) -> list[Tensor]:
-    """In place, by what may become another promise."""
+    """In place."""
     y = m.bn(m.conv(x))
     half = _half(y)
     F.relu_(y)
@@ -80,7 +80,7 @@ def _added_after(m: Any, x: Tensor) -> list[Tensor]:
 
 
 def _functions(m: Any, x: Tensor) -> Tensor:
-    """Those of a user's own see no promise; whole and halves have readers besides."""
+    """Those of a user's own; whole and halves have readers besides."""
     y = m.bn(m.conv(x))
     return Doubled.apply(_half(y)).sum() + Doubled.apply(_half(y)).sum() + m.conv2(y).sum()
 

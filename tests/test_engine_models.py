@@ -1,8 +1,5 @@
-"""Converted models that use the kernels unseen.
-
-A fused model is compared with the same model on torch's own layers, through everything a forward
-pass may do with a batch norm's output: it gives torch's answer, or an error where one is allowed.
-"""
+"""Converted models against the same model on torch's own layers, through everything a forward pass may do
+with the output of a layer or a batch norm: torch's answer is due, or an error that is listed."""
 
 from typing import Any
 
@@ -11,42 +8,73 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fused import Net, assert_close, assert_same, marks, normal, plain, same_buffers
-from fused_changes import CHANGES
-from fused_images import IMAGES
-from fused_uses import USES
-from rewire import SparseLinear
-from rewire import use_engine
+from bodies import (
+    Net,
+    assert_close,
+    assert_same,
+    loss_of,
+    marks,
+    normal,
+    plain,
+    same_buffers,
+    tensors_in,
+)
+from bodies_changes import CHANGES, NOT_BY_TORCH, ONLY_BY_TORCH, REFUSED
+from bodies_images import IMAGES
+from bodies_uses import USES
+from rewire import SparseLinear, use_engine
 
 pytestmark = marks
 BODIES = USES | IMAGES | CHANGES
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_training(name: str) -> None:
-    assert_same(Net(BODIES[name]), may_raise=name in CHANGES)
-
-
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.usefixtures("no_panels")
-def test_training_without_panels(name: str) -> None:
-    assert_same(Net(BODIES[name]), may_raise=name in CHANGES)
-
-
-@pytest.mark.parametrize("batch", [8, 13])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize("name", [n for n in BODIES if n not in (*REFUSED, *ONLY_BY_TORCH)])
 @pytest.mark.filterwarnings(
     "ignore:None of the inputs have requires_grad=True"
 )  # torch's checkpoints
-def test_data_without_gradients(name: str, batch: int) -> None:
-    """A first layer needs the gradients of its parameters alone."""
-    data = normal(batch, 3, 6, 6)
-    assert_same(Net(BODIES[name]), data, may_raise=name in CHANGES, steps=1, leaf=False)
+def test_bodies(name: str) -> None:
+    """In training and in evaluation; of a batch that fills no panels, and where only parameters have
+    gradients."""
+    assert_same(Net(BODIES[name]))
+    assert_same(Net(BODIES[name]).eval(), steps=1)
+    assert_same(Net(BODIES[name]), normal(13, 3, 6, 6), steps=1, leaf=False)
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_evaluation(name: str) -> None:
-    assert_same(Net(BODIES[name]).eval(), may_raise=name in CHANGES, steps=1)
+def backward(model: Any) -> None:
+    loss = loss_of(tensors_in(model(normal(8, 3, 6, 6).requires_grad_())))
+    assert loss is not None
+    loss.backward()
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", REFUSED)
+def test_changes_that_are_refused(name: str, training: bool) -> None:
+    model = Net(BODIES[name]).train(training)
+    reference = plain(model)
+    use_engine(model)
+    with pytest.raises(RuntimeError, match=REFUSED[name]):
+        backward(model)
+    if name in NOT_BY_TORCH:
+        backward(reference)
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            backward(reference)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", ONLY_BY_TORCH)
+def test_changes_that_torch_refuses(name: str, training: bool) -> None:
+    """The gradients are those of the program with a change of a copy."""
+    model = Net(BODIES[name]).train(training)
+    copied = plain(model)
+    copied.body = lambda m, x: (  # what both of these programs are
+        lambda h: m.bn(h) + F.relu(h) if name.endswith("added") else m.bn(h)
+    )(m.conv(x))
+    use_engine(model)
+    for m in (model, copied):
+        backward(m)
+    assert_close(model.bn.weight.grad, copied.bn.weight.grad, 1e-9)  # type: ignore[arg-type]
+    assert_close(model.conv.bias.grad, copied.conv.bias.grad, 1e-9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["f_relu", "residual_block", "rectified_and_plain", "max_pool"])

@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from fused import Body, Doubled, assert_close, loss_of, tensors_in
+from bodies import Body, Doubled, assert_close, loss_of, tensors_in
 from rewire import ops
 from rewire.nn import promises
-from test_opaque_readers import READERS, RELUS, SUMS, Net, error, scripted, twins
+from test_engine_opaque import READERS, RELUS, SUMS, Net, error, scripted, twins
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from fused import Body, Doubled, grads_of, loss_of, normal, tensors_in
+from bodies import Body, Doubled, grads_of, loss_of, normal, tensors_in
 from rewire import ops
 from rewire.nn import promises
 

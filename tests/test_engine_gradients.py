@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from rewire.ops.norms import Owed
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire import use_engine
-from rewire.ops.norms import Owed
 
 Forward = Callable[["Net", Tensor], Tensor]
 

@@ -1,4 +1,4 @@
-"""Hooks of fused models see what those of plain models see."""
+"""Hooks of converted models see what those of plain models see."""
 
 import copy
 from collections.abc import Callable
@@ -8,20 +8,20 @@ import pytest
 import torch.nn.functional as F
 from torch import Tensor
 
-from fused import Body, Net, assert_close, loss_of, marks, normal, plain, tensors_in
+from bodies import Body, Net, assert_close, loss_of, marks, normal, plain, tensors_in
 from rewire import use_engine
 
 pytestmark = marks
 
 
 def hooked(register: Callable[[Any, list[Any]], None], body: Body) -> tuple[list[Any], list[Any]]:
-    """What hooks have seen, in the fused and in the plain model, after one step of each."""
+    """What hooks have seen, in the converted and in the plain model, after one step of each."""
     model = Net(body)
     seen = []
-    for fused in (True, False):
+    for engine in (True, False):
         mine: list[Any] = []
-        m = copy.deepcopy(model) if fused else plain(model)
-        if fused:
+        m = copy.deepcopy(model) if engine else plain(model)
+        if engine:
             use_engine(m)
         register(m, mine)
         x = normal(8, 3, 6, 6).requires_grad_()

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from fused import Net, NewPanels, assert_close, assert_same, normal
-from fused_uses import USES
-from rewire import SparseConv2d, ops
+from bodies import Net, NewPanels, assert_close, assert_same, normal
+from bodies_uses import USES
+from rewire import SparseConv2d, ops, use_engine
 from rewire.nn import promises
-from rewire import use_engine
 from rewire.ops import layout, native
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
