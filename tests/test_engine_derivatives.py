@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_relay import ALSO_READ, USED, same_as_apart
-from test_units import SEQUENCES, sequence
 from torch import Tensor, nn
 from torch.autograd.functional import hvp
 
 import rewire
 from bodies import Net, assert_close, grads_of, loss_of, marks, normal, plain, tensors_in
-from bodies_changes import CHANGES
+from bodies_changes import CHANGES, ONLY_BY_TORCH, REFUSED
 from bodies_images import IMAGES
 from bodies_uses import USES
 from rewire import SparseConv2d, SparseLinear, use_engine
 from rewire.methods import RigL
+from sequences import SEQUENCES, sequence
+from test_engine_residuals import ALSO_READ, USED, same_as_apart
 
 pytestmark = [
     *marks,
@@ -60,34 +60,18 @@ def _values(model: nn.Module) -> list[Tensor]:
     return [m.values for m in model.modules() if isinstance(m, kinds)]
 
 
-def assert_same_penalty(
-    model: nn.Module, x: Tensor, of_weights: bool = False, may_raise: bool = False
-) -> None:
-    """All gradients of a gradient penalty of the fused model are those of its dense twin."""
+def assert_same_penalty(model: nn.Module, x: Tensor, of_weights: bool = False) -> None:
+    """All gradients of a gradient penalty of the converted model are those of its dense twin."""
     reference = plain(model)
     use_engine(model)
     inputs = [x.detach().clone().requires_grad_() for _ in range(2)]
-    try:
-        right = penalty(reference, inputs[1], of_weights)
-        if right is not None:
-            right.backward()
-    except RuntimeError:  # torch itself refuses
-        if may_raise:
-            return
-        with pytest.raises(RuntimeError):  # noqa: PT012 (either step may refuse)
-            result = penalty(model, inputs[0], of_weights)
-            assert result is not None
-            result.backward()
+    right = penalty(reference, inputs[1], of_weights)
+    result = penalty(model, inputs[0], of_weights)
+    assert (result is None) == (right is None)
+    if result is None or right is None:
         return
-    try:
-        result = penalty(model, inputs[0], of_weights)
-        assert (result is None) == (right is None)
-        if result is None or right is None:
-            return
-        result.backward()
-    except RuntimeError:
-        assert may_raise
-        return
+    right.backward()
+    result.backward()
     assert_close(result.detach(), right.detach(), 1e-9)
     assert inputs[0].grad is not None
     assert inputs[1].grad is not None
@@ -95,18 +79,29 @@ def assert_same_penalty(
     assert_same_gradients(model, reference)
 
 
-@pytest.mark.parametrize("of_weights", [False, True])
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", BODIES)
-def test_fused_models(name: str, training: bool, of_weights: bool) -> None:
-    model = Net(BODIES[name]).train(training)
-    assert_same_penalty(model, normal(8, 3, 6, 6), of_weights, may_raise=name in CHANGES)
+REENTRANT = (
+    *("checkpoint_of_a_block_reentrant", "checkpoint_of_a_norm_reentrant"),
+    *("checkpoint_after_a_norm_reentrant", "half_checkpointed"),
+)
+ELSEWHERE = (*REFUSED, *ONLY_BY_TORCH, *REENTRANT)
 
 
-@pytest.mark.parametrize("name", BODIES)
-@pytest.mark.usefixtures("no_panels")
-def test_fused_models_without_panels(name: str) -> None:
-    assert_same_penalty(Net(BODIES[name]), normal(8, 3, 6, 6), may_raise=name in CHANGES)
+@pytest.mark.parametrize("name", [name for name in BODIES if name not in ELSEWHERE])
+def test_bodies(name: str) -> None:
+    """Penalties of the input's gradient in training, of the parameters' in evaluation, and the other way
+    round of a batch that fills no panels."""
+    for batch, training, of_weights in ((8, True, False), (8, False, True), (5, True, True)):
+        assert_same_penalty(Net(BODIES[name]).train(training), normal(batch, 3, 6, 6), of_weights)
+
+
+@pytest.mark.parametrize("name", REENTRANT)
+def test_reentrant_checkpoints_are_refused_as_by_torch(name: str) -> None:
+    model = Net(BODIES[name])
+    reference = plain(model)
+    use_engine(model)
+    for each in (model, reference):
+        with pytest.raises(RuntimeError, match="checkpoint is incompatible with .grad()"):
+            penalty(each, normal(8, 3, 6, 6).requires_grad_(), False)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -123,7 +118,7 @@ def run_penalty(model: nn.Module, x: Tensor) -> None:
 
 @pytest.mark.parametrize("name", USED)
 def test_residual_sums(name: str) -> None:
-    same_as_apart(USED[name][0], run_penalty)
+    same_as_apart(USED[name], run_penalty)
 
 
 @pytest.mark.parametrize("name", [name for name in ALSO_READ if name != "checkpointed"])
@@ -140,10 +135,10 @@ def test_a_penalty_of_what_reads_a_residual_sum() -> None:
         (g,) = torch.autograd.grad(loss, model.convs[1].values, create_graph=True)
         (1e-3 * (loss + g.square().sum())).backward()
 
-    same_as_apart(USED["in a row"][0], run)
+    same_as_apart(USED["in a row"], run)
 
 
-def test_a_step_after_a_penalty_leaves_gradients_to_neighbours_again() -> None:
+def test_steps_after_a_penalty() -> None:
     def run(model: nn.Module, x: Tensor) -> None:
         run_penalty(model, x)
         loss = loss_of(tensors_in(model(x)))
@@ -151,11 +146,11 @@ def test_a_step_after_a_penalty_leaves_gradients_to_neighbours_again() -> None:
         loss.backward()
         loss_of(tensors_in(model(x))).backward()  # type: ignore[union-attr]
 
-    same_as_apart(USED["in a row"][0], run)
+    same_as_apart(USED["in a row"], run)
 
 
 def critic(storage: str = "sparse") -> nn.Sequential:
-    """A small CNN with all that is fused: residual sums, pooling, batch norms and ReLUs."""
+    """A small CNN with residual sums, pooling, batch norms and ReLUs."""
     torch.manual_seed(0)
 
     class Block(nn.Module):
@@ -195,14 +190,14 @@ def r1(model: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("loss", [wgan_gp, r1])
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("kind", ["converted", "unfused", "densified"])
+@pytest.mark.parametrize("kind", ["converted", "layer by layer", "densified"])
 @pytest.mark.parametrize("batch", [8, 5])
 def test_gradient_penalties(
     loss: Callable[..., Tensor], training: bool, kind: str, batch: int
 ) -> None:
     model = critic().train(training)
     reference = rewire.densify(copy.deepcopy(model))
-    if kind == "unfused":
+    if kind == "layer by layer":
         use_engine(model, False)
     if kind == "densified":
         use_engine(reference, False)
@@ -262,7 +257,7 @@ def test_dropout() -> None:
         assert_close(ours, expected, 1e-5)  # as exact as the noise is known
 
 
-def test_a_hook_of_what_is_in_panels() -> None:
+def test_a_hook_of_what_a_layer_has_read() -> None:
     """It gets and gives a gradient with a graph."""
 
     def body(m: Any, x: Tensor) -> Tensor:
@@ -275,15 +270,15 @@ def test_a_hook_of_what_is_in_panels() -> None:
 
 
 def test_a_bias_that_changed() -> None:
-    model = sequence("rectified")
+    model = sequence("ReLUs")
     use_engine(model)
     x = normal(8, 3, 8, 8).requires_grad_()
     y = model(x).square().sum()
     with torch.no_grad():
         model[0].bias.add_(1)
-    torch.autograd.grad(y, x, retain_graph=True)  # which does not depend on it
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(y, x, create_graph=True)
+    for again in (False, True):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y, x, create_graph=again)
 
 
 @pytest.mark.parametrize("kind", ["sparse", "masked"])
