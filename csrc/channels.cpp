@@ -55,11 +55,12 @@ void from_sums(const BatchNorm<T>& p, int64_t c, const double* sums, const NormG
     if (out.bias) out.bias[c] = T(sums[0]);
     if (out.weight) out.weight[c] = T(sums[1]);
     if (!out.factors) return;
-    const double scale = p.scale(c), inverse = p.inverse_std(c), each = p.training ? 1 / double(p.len) : 0;
-    const double by_x = -scale * inverse * sums[1] * each;
+    const double scale = p.scale(c), each = 1 / double(p.len);
+    // In evaluation the sums play no part, not even where one of them is NaN.
+    const double by_x = p.training ? -scale * p.inverse_std(c) * sums[1] * each : 0;
     out.factors[c] = T(scale);
     out.factors[p.channels + c] = T(by_x);
-    out.factors[2 * p.channels + c] = T(-scale * sums[0] * each - by_x * double(p.mean[c]));
+    out.factors[2 * p.channels + c] = p.training ? T(-scale * sums[0] * each - by_x * double(p.mean[c])) : T(0);
 }
 
 // What is left to do to the gradient in dx once its sums over all channels are known.
