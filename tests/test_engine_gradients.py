@@ -1,21 +1,22 @@
-"""A batch norm leaves a part of its gradient to the convolution before it, where it alone reads that
-convolution's output; whoever else looks at the gradient sees all of it. Each model here is compared with
-its dense twin, which torch runs."""
+"""Gradients through convolutions, batch norms, ReLUs and poolings, which the engine computes together where
+it can: whoever looks at a gradient sees all of it. Each model here is compared with its dense twin."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from rewire.ops.norms import Owed
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import rewire
+from bodies import Doubled
 from rewire import use_engine
 
 Forward = Callable[["Net", Tensor], Tensor]
@@ -139,22 +140,6 @@ def test_gradients_are_those_of_the_dense_twin(way: Forward, dtype: torch.dtype)
     same_gradients(sparse, dense, x, like, 1e-11 if dtype == torch.float64 else 3e-4)
 
 
-# Of the batch norms, those whose input nothing else reads (the last of ``pooled`` is too small).
-@pytest.mark.parametrize(
-    ("way", "times"),
-    [(chain, 3), (pooled, 2), (residual, 2), (forked, 2), (normed_twice, 0)],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_only_a_sole_reader_leaves_something(
-    way: Forward, times: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left = []
-    monkeypatch.setattr(Owed, "leave", lambda self, *args: left.append(args))
-    sparse, _ = pair(way)
-    sparse(inputs()[0]).sum().backward()
-    assert len(left) == times
-
-
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_backward_again(way: Forward) -> None:
     """A graph that is kept gives the same gradients a second time, in whole or in part."""
@@ -189,19 +174,27 @@ def test_hooks_see_the_whole_gradient() -> None:
     same_gradients(sparse, dense, x, like, 1e-11)
 
 
-@pytest.mark.parametrize("hook", ["register_hook", "retain_grad"])
-def test_hooks_that_would_never_be_called_are_refused(hook: str) -> None:
+@pytest.mark.parametrize("hook", ["register_hook", "retain_grad", "autograd.grad"])
+def test_hooks_that_come_after_the_next_layer(hook: str) -> None:
+    found: list[Tensor] = []
+
     def late(net: Net, x: Tensor) -> Tensor:
         normed = net.unit(0, x)
         out = net.convs[1](normed)
-        getattr(normed, hook)(*[print] * (hook == "register_hook"))
+        if hook == "register_hook":
+            normed.register_hook(found.append)
+        elif hook == "retain_grad":
+            normed.retain_grad()
+            found.append(normed)
+        else:
+            found.extend(torch.autograd.grad(out.square().sum(), normed, retain_graph=True))
         return out
 
-    sparse, dense = pair(late)
-    with pytest.raises(RuntimeError, match="register hooks before it is used"):
-        sparse(inputs()[0])
-    rewire.nn.fusion.use_engine(sparse, False)
-    torch.testing.assert_close(sparse(inputs()[0]), dense(inputs()[0]))
+    for model in pair(late):
+        model(inputs()[0]).square().sum().backward()
+    if hook == "retain_grad":
+        found = [t.grad for t in found if t.grad is not None]
+    torch.testing.assert_close(*found)
 
 
 def test_probes_see_the_whole_gradient() -> None:
@@ -368,7 +361,7 @@ def test_optimizer_steps_inside_a_backward_pass() -> None:
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "grabo", "graest"])
-def test_rewiring_is_that_of_a_model_without_fusion(distribution: str) -> None:
+def test_rewiring_is_that_of_layers_one_by_one(distribution: str) -> None:
     models = [pair(residual)[0] for _ in range(2)]
     use_engine(models[1], False)
     x = inputs()[0].detach()
@@ -409,3 +402,89 @@ def test_rounding_with_means_far_from_zero(ratio: float) -> None:
         grads.append([t.double() for t in (value.grad, weight)])
     for ours, theirs, truth in zip(*grads, strict=True):
         assert (ours - truth).norm() <= 4 * (theirs - truth).norm() + 1e-6 * truth.norm()
+
+
+def through_a_function(net: Net, x: Tensor) -> Tensor:
+    first = net.unit(0, x)
+    return first * Doubled.apply(first)
+
+
+def convolution_through_a_function(net: Net, x: Tensor) -> Tensor:
+    second = net.convs[1](net.unit(0, x))
+    return F.relu(net.norms[1](second)) + Doubled.apply(second)
+
+
+def through_a_checkpoint(net: Net, x: Tensor) -> Tensor:
+    first = net.unit(0, x)
+    return first + checkpoint(lambda t: net.unit(1, t), first, use_reentrant=True)
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def dispatch_mode_inside(net: Net, x: Tensor) -> Tensor:
+    first = net.convs[0](x)
+    with Passing():
+        normed = net.norms[0](first)
+    return net.unit(1, F.relu(normed))
+
+
+def changed_after_a_batch_norm(net: Net, x: Tensor) -> Tensor:
+    first = net.convs[0](x)
+    net.norms[0](first)
+    return net.unit(1, F.relu_(first))
+
+
+def changed_after_a_batch_norm_without_gradients(net: Net, x: Tensor) -> Tensor:
+    first = net.convs[0](x)
+    with torch.no_grad():
+        net.norms[0](first)
+    return net.unit(1, F.relu_(first))
+
+
+UNSEEN = [
+    through_a_function,
+    convolution_through_a_function,
+    through_a_checkpoint,
+    dispatch_mode_inside,
+    changed_after_a_batch_norm,
+    changed_after_a_batch_norm_without_gradients,
+]
+
+
+@pytest.mark.parametrize("way", UNSEEN, ids=lambda way: way.__name__)
+def test_ways_that_are_not_seen(way: Forward) -> None:
+    compare(way)
+
+
+def test_a_hook_of_a_module_whose_input_is_read_elsewhere() -> None:
+    compare(residual, lambda net: net.convs[1].register_full_backward_hook(lambda *_: None))
+
+
+def test_a_pass_after_a_partial_one() -> None:
+    """And a hook between them, of an output that has been kept."""
+    kept: dict[int, Tensor] = {}
+
+    def way(net: Net, x: Tensor) -> Tensor:
+        kept[id(net)] = net.convs[0](x)
+        return F.max_pool2d(F.relu(net.norms[0](kept[id(net)])), 2)
+
+    sparse, dense = pair(way)
+    x, like = inputs()
+    for model, value in ((sparse, x), (dense, like)):
+        loss = model(value).square().mean() * 100
+        torch.autograd.grad(loss, model.norms[0].weight, retain_graph=True)
+        kept[id(model)].register_hook(lambda g: None)
+        loss.backward()
+    same_gradients(sparse, dense, x, like, 1e-11)
+
+
+def test_a_trainable_batch_norm_and_a_pool_after_a_frozen_convolution() -> None:
+    sparse, dense = pair(lambda net, x: net.unit(1, F.max_pool2d(net.unit(0, x), 2)))
+    x, like = (t.detach() for t in inputs())
+    for model, value in ((sparse, x), (dense, like)):
+        model.convs[0].requires_grad_(False)
+        model(value).square().mean().backward()
+    same_gradients(sparse, dense, x, like, 1e-11)

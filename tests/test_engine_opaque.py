@@ -17,16 +17,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from bodies import Body, Doubled, grads_of, loss_of, normal, tensors_in
-from rewire import ops
-from rewire.nn import promises
+from bodies import Body, Doubled, grads_of, loss_of, marks, normal, tensors_in
 
-pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-
-
-@pytest.fixture(autouse=True)
-def lazy_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+pytestmark = marks
 
 
 class Reverse(torch.autograd.Function):
@@ -268,7 +261,7 @@ def backward(net: Net, x: Tensor) -> list[Tensor]:
 def error(
     body: Body,
     training: bool = True,
-    batch: int = 128,
+    batch: int = 8,
     run: Callable[[Net, Tensor], list[Tensor]] = backward,
 ) -> float | None:
     """The largest relative error of outputs, gradients and buffers; None where dense raises."""
@@ -330,7 +323,7 @@ def check(cases: Iterator[Case]) -> int:
 @pytest.mark.parametrize("reader", READERS)
 @pytest.mark.parametrize("kind", SUMS)
 def test_a_sum_that_is_read_once(kind: str, reader: str) -> None:
-    assert check(itertools.product([kind], [reader], RELUS, ["alone"], (True, False), (3, 128)))
+    assert check(itertools.product([kind], [reader], RELUS, ["alone"], (True, False), (3, 8)))
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -344,4 +337,4 @@ def test_a_sum_with_other_readers(use: str, reader: str) -> None:
         "convolution alone",
         "strided slice",
     )
-    check(itertools.product(kinds, [reader], RELUS, [use], [True], [128]))
+    check(itertools.product(kinds, [reader], RELUS, [use], [True], [8]))

@@ -14,17 +14,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
-from bodies import Body, Doubled, assert_close, loss_of, tensors_in
-from rewire import ops
-from rewire.nn import promises
+from bodies import Body, Doubled, assert_close, loss_of, marks, tensors_in
 from test_engine_opaque import READERS, RELUS, SUMS, Net, error, scripted, twins
 
-pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-
-
-@pytest.fixture(autouse=True)
-def lazy_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
+pytestmark = marks
 
 
 def body_of(reader: str, relu: str = "out of place", kind: str = "residual") -> Body:
@@ -121,8 +114,8 @@ def test_a_hook_after_one_of_our_layers(watch: str, reader: str) -> None:
         assert found <= 1e-9, relu
 
 
-def test_a_hook_that_comes_too_late_is_refused() -> None:
-    """A layer and a function have read the sum, each its own way."""
+def test_a_hook_after_a_layer_and_a_function() -> None:
+    """Each has read the sum, in its own way."""
 
     def late(m: Any, x: Tensor) -> Any:
         z = SUMS["residual"](m, x)
@@ -130,9 +123,9 @@ def test_a_hook_that_comes_too_late_is_refused() -> None:
         z.register_hook(lambda g: 3 * g)
         return out
 
-    sparse, _ = twins(late)
-    with pytest.raises(RuntimeError, match="before the next layer is called"):
-        sparse(torch.randn(128, 3, 4, 4, dtype=torch.float64))
+    found = error(late)
+    assert found is not None
+    assert found <= 1e-9
 
 
 @pytest.mark.parametrize("reader", OPAQUE)
@@ -159,7 +152,7 @@ def test_a_gradient_with_respect_to_a_sum(reader: str, relu: str) -> None:
 @pytest.mark.parametrize("kind", ["residual", "of a sum", "batch norm"])
 def test_backward_passes_of_one_graph_in_several_threads(kind: str, reader: str) -> None:
     sparse, dense = twins(body_of(reader, kind=kind))
-    inputs = [torch.randn(128, 3, 4, 4, dtype=torch.float64) for _ in range(1)]
+    inputs = [torch.randn(8, 3, 4, 4, dtype=torch.float64) for _ in range(1)]
     x, like = (inputs[0].clone().requires_grad_() for _ in range(2))
     out, expected = sparse(x), dense(like)
     weights = [float(i + 1) for i in range(6)]
@@ -197,7 +190,7 @@ def test_second_derivatives(reader: str) -> None:
     grads = []
     for model in twins(body_of(reader)):
         torch.manual_seed(1)
-        x = torch.randn(128, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+        x = torch.randn(8, 3, 4, 4, dtype=torch.float64, requires_grad=True)
         (first,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
         (second,) = torch.autograd.grad(first.square().sum(), x)
         grads.append(second)

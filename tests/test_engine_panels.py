@@ -1,8 +1,6 @@
-"""Images in panels, which our layers make for each other: everything is as in batch-last memory."""
+"""Images in panels, which layers of a region make for each other: results are those of dense PyTorch."""
 
 import copy
-import gc
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -14,10 +12,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from bodies import Net, NewPanels, assert_close, assert_same, normal
+from bodies import Net, assert_close, assert_same, normal
 from bodies_uses import USES
 from rewire import SparseConv2d, ops, use_engine
-from rewire.nn import promises
 from rewire.ops import layout, native
 
 pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
@@ -25,31 +22,6 @@ pytestmark = pytest.mark.skipif(not ops.available(), reason="needs the compiled 
 
 def width(dtype: torch.dtype) -> int:
     return layout.panel_width(native.kernels(torch.empty(0, dtype=dtype)))
-
-
-@pytest.fixture
-def promised(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small outputs are promised too; panels are as wide as they are."""
-    monkeypatch.setattr(promises, "_WORTHWHILE", 0)
-
-
-def test_there_and_back() -> None:
-    x = layout.to_batch_last(normal(12, 5, 3, 2))
-    panels = layout.to_panels(x, 4)
-    assert panels.shape == (3, 5, 3, 2, 4)
-    assert layout.is_panels(panels)
-    assert torch.equal(panels[1, 2, 0, 1], x[4:8, 2, 0, 1])
-    back = layout.from_panels(panels)
-    assert torch.equal(back, x)
-    assert back.stride() == x.stride()
-
-
-@pytest.mark.parametrize(("batch", "fits"), [(4, False), (8, True), (10, False), (0, False)])
-def test_what_fills_panels(batch: int, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layout, "panel_width", lambda kernels: 4)
-    shape = layout.panel_shape((batch, 3, 5, 5), torch.empty(0))
-    assert shape == ((batch // 4, 3, 5, 5, 4) if fits else None)
-    assert layout.panel_shape((8, 3), torch.empty(0)) is None
 
 
 # in and out channels, height, width, kernel, stride, padding, dilation
@@ -67,43 +39,31 @@ SIZES = [
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("inputs", [True, False])
-def test_convolutions(sizes: tuple[Any, ...], dtype: torch.dtype, inputs: bool, isa: str) -> None:
-    """With input and output in panels, or the output alone, against batch-last memory."""
-    n_in, n_out, height, wide, kernel, *rest = sizes
-    layer = SparseConv2d(
-        *(n_in, n_out, kernel, *rest),
-        dtype=dtype,
-        sparsity=0.6,
-        generator=torch.Generator().manual_seed(0),
-    )
-    panel = width(dtype)
-    assert layer.bias is not None
-    arguments = (layer.values, layer.bias, layer.topology, layer.sizes)
-    data = layout.to_batch_last(normal(2 * panel, n_in, height, wide, dtype=dtype))
-
-    def run(panels: bool) -> list[Tensor]:
-        x = layout.to_panels(data, panel) if panels and inputs else data.clone()
-        x.requires_grad_()
-        layer.zero_grad()
-        y = ops.conv2d(x, *arguments, relu=True, checked=True, panels=panels)
-        assert layout.is_panels(y) == panels
-        up = layout.to_batch_last(normal(*layout.image_shape(y), seed=1, dtype=dtype))
-        y.backward(layout.to_panels(up, panel) if panels else up)
-        assert x.grad is not None
-        assert layer.values.grad is not None
-        assert layer.bias.grad is not None
-        back = [layout.from_panels(t) if layout.is_panels(t) else t for t in (y.detach(), x.grad)]
-        return [*back, layer.values.grad, layer.bias.grad]
-
-    for ours, right in zip(run(True), run(False), strict=True):
-        assert_close(ours, right)
+def test_convolutions(dtype: torch.dtype, isa: str) -> None:
+    """Two that follow each other: the first one's output, or the second one's input too, in panels."""
+    for n_in, n_out, height, wide, kernel, *rest in SIZES:
+        torch.manual_seed(0)
+        first = nn.Conv2d(n_in, n_in, 1)
+        model = nn.Sequential(first, nn.ReLU(), nn.Conv2d(n_in, n_out, kernel, *rest), nn.ReLU())
+        model = rewire.sparsify(model.to(dtype), sparsity=0.6)
+        dense = rewire.densify(copy.deepcopy(model)).double()
+        x, found = normal(2 * width(dtype), n_in, height, wide), []
+        for each, kind in ((model, dtype), (dense, torch.float64)):
+            own = x.to(kind).requires_grad_()
+            y = each(own)
+            y.backward(normal(*y.shape, seed=1).to(kind))
+            biases = [part.bias.grad for part in (each[0], each[2])]
+            found.append([y.detach(), own.grad, *biases])
+        kept, weight = model[2].connections, dense[2].weight.grad
+        found[0].append(model[2].values.grad)
+        flat = weight.permute(0, 2, 3, 1).flatten(1)
+        found[1].append(flat[kept.outputs(), kept.inputs()][:, None])
+        for ours, right in zip(*found, strict=True):
+            assert_close(ours, right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", ["f_relu", "residual_block", "max_pool", "global_pool"])
-@pytest.mark.usefixtures("promised")
 def test_models_at_the_width_of_the_machine(name: str, dtype: torch.dtype, isa: str) -> None:
     if dtype is torch.float64:
         assert_same(Net(USES[name]), normal(3 * width(dtype), 3, 6, 6), steps=1)
@@ -234,110 +194,17 @@ def test_any_number_of_threads(threads: Callable[[int], None]) -> None:
 def test_a_probe_sees_ordinary_images() -> None:
     """A rewiring takes its gradients from the input and output gradient of a layer."""
     seen: list[list[Tensor]] = []
-    for fused in (True, False):
+    for engine in (True, False):
         model = Net(lambda m, x: m.conv2(F.relu(m.bn(m.conv(x)))))
-        (fuse if fused else unfuse)(model)
+        use_engine(model, engine)
         kept: list[Tensor] = []
         for layer in (model.conv, model.conv2):
-            layer.probe = lambda conv, x, dy, kept=kept: kept.extend((x, dy))
+            layer.probe = lambda conv, x, dy, kept=kept: kept.extend((x.clone(), dy.clone()))
         model(normal(8, 3, 6, 6)).square().sum().backward()
         seen.append(kept)
     assert [tuple(t.shape) for t in seen[0]] == [tuple(t.shape) for t in seen[1]]
     for ours, right in zip(*seen, strict=True):
         assert_close(ours, right, 1e-9)
-
-
-def block(m: Any, x: Tensor, rectify: bool = True) -> Tensor:
-    total = m.bn2(m.conv2(x)) + x
-    return F.relu(total) if rectify else total
-
-
-RESIDUALS: dict[str, Callable[[Any, Tensor], Any]] = {
-    "in a row": lambda m, x: block(m, block(m, block(m, x))),
-    "not rectified": lambda m, x: block(m, block(m, x, False), False),
-    "of what is not rectified": lambda m, x: block(m, F.relu(block(m, x, False))),
-    "by a sum alone": lambda m, x: F.relu(m.bn2(m.conv2(x)) + block(m, x)),
-    "by two sums": lambda m, x: (z := block(m, x), block(m, m.bn2(m.conv2(z)) + z) + z)[1],
-    "by nobody": lambda m, x: (block(m, x), m.bn2(m.conv2(x)))[1],
-    "seen": lambda m, x: (z := block(m, x), block(m, z), z * 2, z),
-    "seen first": lambda m, x: (z := block(m, x), z.sigmoid(), block(m, z)),
-    "pooled": lambda m, x: F.max_pool2d(block(m, block(m, x)), 2),
-    "pooled in between": lambda m, x: block(m, F.max_pool2d(block(m, x), 3, 1, 1)),
-    "pooled smaller": lambda m, x: block(m, F.max_pool2d(block(m, x), 2)),
-    "with itself": lambda m, x: (z := block(m, x), F.relu(m.bn2(z) + z))[1],
-}
-
-
-@pytest.mark.parametrize("name", RESIDUALS)
-@pytest.mark.usefixtures("small_panels")
-def test_residual_sums(name: str) -> None:
-    """Their results have a second output for the next sum, whose gradient comes by itself."""
-    assert_same(Net(lambda m, x: RESIDUALS[name](m, F.relu(m.bn(m.conv(x))))))
-
-
-@pytest.mark.usefixtures("small_panels")
-def test_a_residual_sum_without_a_backward_pass_is_not_kept() -> None:
-    model = Net(lambda m, x: block(m, block(m, F.relu(m.bn(m.conv(x))))))
-    use_engine(model)
-    gc.collect()
-    gc.disable()
-    try:
-        panels = NewPanels()
-        out = model(normal(8, 3, 6, 6))
-        node = weakref.ref(out.grad_fn)
-        assert panels.alive()
-        del out
-        assert node() is None
-        assert not panels.alive()
-    finally:
-        gc.enable()
-
-
-def held(body: Callable[[Any, Tensor, Any], Any]) -> tuple[Any, Any]:
-    """The output of the first convolution, after the second has read it, in a fused model and apart."""
-    results = []
-    for fused in (True, False):
-        model = Net(lambda m, x: body(m, m.conv(x), m.conv2))
-        if fused:
-            use_engine(model)
-        results.append(model(normal(8, 3, 6, 6)))
-    return results[0], results[1]
-
-
-@pytest.mark.usefixtures("small_panels")
-def test_gradients_of_what_a_layer_has_read() -> None:
-    def hooked(m: Any, y: Tensor, conv: Any) -> list[Tensor]:
-        seen: list[Tensor] = []
-        out = conv(y)
-        y.register_hook(seen.append)
-        (out.square().sum() + y.sum()).backward()
-        return seen
-
-    ours, right = held(hooked)
-    assert_close(ours[0], right[0], 1e-9)
-
-    def kept(m: Any, y: Tensor, conv: Any) -> Tensor | None:
-        y.retain_grad()
-        (conv(y).square().sum() + y.sum()).backward()
-        return y.grad
-
-    ours, right = held(kept)
-    assert_close(ours, right, 1e-9)
-
-
-@pytest.mark.parametrize("late", ["retain_grad", "autograd.grad", "hook"])
-@pytest.mark.usefixtures("small_panels")
-def test_what_comes_too_late_is_refused(late: str) -> None:
-    def body(m: Any, y: Tensor, conv: Any) -> Any:
-        if late == "hook":
-            z = block(m, F.relu(m.bn(y)))
-            block(m, z)  # reads its second output, too
-            return z.register_hook(lambda g: g * 2)
-        out = conv(y).square().sum()
-        return y.retain_grad() if late == "retain_grad" else torch.autograd.grad(out, y)
-
-    with pytest.raises(RuntimeError, match="already read this output"):
-        held(body)
 
 
 @pytest.mark.usefixtures("small_panels")

@@ -1,4 +1,4 @@
-"""A part of a converted model that is called by itself runs as it would if it had been converted alone."""
+"""The engine in parts of a converted model that are called by themselves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 import rewire
 from bodies import assert_close, grads_of, marks, normal
 from rewire import use_engine
-from rewire.nn import promises
+from rewire.engine import scope
 from rewire.nn.layer import ConnectedLayer
 
 pytestmark = marks
@@ -130,32 +130,14 @@ def test_parts_at_any_depth(part: str) -> None:
     same_run(converted().get_submodule(part), x)
 
 
-def test_a_part_of_a_running_model_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model is one run, with one set of promises."""
-    from rewire.nn import fusion
-
-    begun: list[nn.Module] = []
-
-    def begin(model: nn.Module) -> Any:
-        begun.append(model)
-        return promises.begin(model)
-
-    monkeypatch.setattr(fusion, "begin", begin)
-    net = converted().net
-    net(normal(8, 3, 6, 6))
-    assert begun == [net]
-    net.blocks(normal(8, 4, 6, 6))
-    assert begun == [net, net.blocks]
-
-
 def test_layers_and_parts_without_sparse_layers_are_called_as_always() -> None:
     net = converted().net
     net.extra = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Identity()))
     use_engine(net)
-    with_call = {name for name, part in net.named_modules() if "_call_impl" in vars(part)}
-    assert with_call == {"", "stem", "blocks", "blocks.0", "blocks.1"}
+    hooked = {name for name, part in net.named_modules() if part._forward_hooks}
+    assert hooked == {"", "stem", "blocks", "blocks.0", "blocks.1"}
     use_engine(net, False)
-    assert not any("_call_impl" in vars(part) for part in net.modules())
+    assert not any(part._forward_hooks for part in net.modules())
 
 
 def through_pickle(part: Any) -> Any:
@@ -194,7 +176,7 @@ def test_an_error_in_a_part_ends_its_run() -> None:
     net = converted().net
     with pytest.raises(ValueError, match="expected an input"):
         net.blocks(normal(8, 3, 6, 6))
-    assert not promises.running()
+    assert not scope.active()
     same_run(net, normal(8, 3, 6, 6))
 
 

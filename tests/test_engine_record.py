@@ -701,7 +701,6 @@ def test_autocast() -> None:
 
     torch.manual_seed(0)
     model = rewire.sparsify(Mixed(), 0.5, keep_dense="d")
-    use_engine(model, False)
     x = image().float()
     found = []
     for on in (True, False):
@@ -1071,11 +1070,10 @@ def test_double_backward_of_the_dense_twin(monkeypatch: pytest.MonkeyPatch) -> N
     assert_same({name: value for name, value in result.items() if name in twin}, twin)
 
 
-def test_the_engine_takes_the_place_of_fused_execution(recorded: Recorded) -> None:
-    model = rewire.sparsify(build("resnet20", width=0.25).double(), sparsity=0.5)
+@pytest.mark.parametrize("on", [True, False])
+def test_sparsify_turns_the_engine_on(on: bool, recorded: Recorded) -> None:
+    model = rewire.sparsify(build("resnet20", width=0.25).double(), sparsity=0.5, engine=on)
     twin = rewire.densify(copy.deepcopy(model))
-    use_engine(model)
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     close(model(x), twin(x))
-    assert len(recorded.graphs) == 1
-    assert all("_call_impl" not in part.__dict__ for part in model.modules())
+    assert len(recorded.graphs) == (1 if on else 0)

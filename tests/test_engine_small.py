@@ -1,4 +1,4 @@
-"""What a running model does itself because torch's own way takes longer: dropout and running statistics."""
+"""Dropout and running statistics of converted models."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rewire
-from rewire.nn import fusion
-from rewire.ops import layout, native
+from rewire.ops import native
 
 needs_kernels = pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
 
@@ -159,12 +158,6 @@ def _with_gradients(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         clone[0].values.copy_(model[0].values.grad)
     return clone
-
-
-def test_dropout_is_ours_only_in_the_kernels_memory() -> None:
-    rows = torch.randn(8, 4)
-    assert fusion._dropout(rows, 0.5) is None
-    assert fusion._dropout(layout.to_batch_last(rows), 0.5) is not None
 
 
 def test_dropout_that_is_computed_again_drops_the_same() -> None:

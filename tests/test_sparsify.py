@@ -20,7 +20,6 @@ from torch.utils.checkpoint import checkpoint
 
 import rewire
 from rewire import SparseConv2d, SparseLayer, SparseLinear, models
-from rewire.ops import native
 
 
 def small(seed: int = 0) -> nn.Sequential:
@@ -458,7 +457,7 @@ def test_a_model_computes_and_learns_what_its_dense_form_does(name: str) -> None
     rewire.sparsify(sparse, 0.9)
     dense = rewire.densify(copy.deepcopy(sparse))
     assert not sparse_layers(dense)
-    assert "_call_impl" not in vars(dense)
+    assert not dense._forward_hooks
     for module in (*sparse.modules(), *dense.modules()):
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -479,26 +478,6 @@ def test_a_model_computes_and_learns_what_its_dense_form_does(name: str) -> None
             expected = gradient.flatten(1)[a.outputs(), a.inputs()]
             torch.testing.assert_close(ours.values.grad, expected[:, None], rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(sparse.eval()(x), dense.eval()(x))
-
-
-@pytest.mark.parametrize(
-    "pool",
-    [
-        nn.MaxPool2d(2),
-        nn.MaxPool2d(3, 2, padding=1),
-        nn.AvgPool2d(2),
-        nn.AvgPool2d(3, 2, padding=1, count_include_pad=False),
-        nn.AdaptiveAvgPool2d(1),
-    ],
-    ids=str,
-)
-def test_pooling_after_a_sparse_convolution_stays_batch_last(pool: nn.Module) -> None:
-    model = rewire.sparsify(nn.Sequential(nn.Conv2d(3, 8, 3), pool), 0.5)
-    dense = rewire.densify(copy.deepcopy(model))
-    x = torch.randn(4, 3, 10, 10)
-    out = model(x)
-    torch.testing.assert_close(out, dense(x))
-    assert out.stride(0) == 1 or not native.available()
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -535,7 +514,7 @@ def test_densify_finds_models_that_were_converted_as_parts() -> None:
     model = nn.Sequential(Plain(), nn.Linear(5, 5))
     rewire.sparsify(model[0], 0.5)
     rewire.densify(model)
-    assert "_call_impl" not in vars(model[0])
+    assert not model[0]._forward_hooks
 
 
 def test_a_densified_model_can_be_converted_again() -> None:
@@ -543,7 +522,7 @@ def test_a_densified_model_can_be_converted_again() -> None:
     first = counts(model)
     rewire.sparsify(rewire.densify(model), 0.5)
     assert counts(model) == first
-    assert "_call_impl" in vars(model)
+    assert model._forward_hooks
 
 
 # On the meta device -------------------------------------------------------------------------------

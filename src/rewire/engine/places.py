@@ -22,6 +22,7 @@ from rewire.engine.observe import Why
 from rewire.engine.parse import dtype_of, shape_of
 from rewire.engine.scope import Scope
 from rewire.ops import native
+from rewire.ops.sharding import has_fsdp
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REWIRE = os.path.dirname(rewire.__file__) + os.sep
@@ -247,6 +248,8 @@ def why_off(module: nn.Module, names: Mapping[nn.Module, str]) -> str:
     if hooked:
         rest = f" and {len(hooked) - 1} more" if len(hooked) > 1 else ""
         reasons.append(f"backward hook on module {hooked[0] or '(model)'}{rest}")
+    if has_fsdp(module):
+        reasons.append("FSDP frees parameters as soon as a part has run")
     return f"{'; '.join(reasons)}: layers run one by one"
 
 
