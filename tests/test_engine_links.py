@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from engine_graphs import Builder, Case, case, random_program
 from engine_models import Block, converted, image, loss_of
 from rewire.engine import execute, links, plan
-from rewire.engine.run import Data, Run
 from rewire.engine.plan import Buffer, Layout, Role, Segment, Step, segments
 from rewire.engine.planned import Backward, Planned, _Pass
+from rewire.engine.run import Data, Run
 from rewire.ops import native
 from rewired import METHODS
 
