@@ -138,7 +138,7 @@ def test_a_rewiring_of_a_linear_layer_with_any_leading_dimensions(
 
 
 @distributions
-def test_a_rewiring_of_a_converted_model_with_fused_layers(distribution: str) -> None:
+def test_a_rewiring_of_a_converted_model(distribution: str) -> None:
     """Outputs so large that the layers work together with batch norm, ReLU and pooling."""
 
     def make() -> nn.Module:
