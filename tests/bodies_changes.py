@@ -185,7 +185,7 @@ REFUSED = {
     **dict.fromkeys(
         (
             *("input_shifted", "input_dropped_in_place", "input_written_to"),
-            *("view_of_the_input_changed", "residual_changed", "half_that_changes_after_padding"),
+            *("view_of_the_input_changed", "residual_changed"),
         ),
         _BY_AUTOGRAD,
     ),
@@ -195,4 +195,4 @@ REFUSED = {
 # The engine keeps what it has computed for the backward pass in an arena: it may be changed.
 ONLY_BY_TORCH = ("input_rectified_in_place", "input_rectified_in_place_and_added")
 # A function of autograd keeps all its inputs, also those whose numbers its gradient does not need.
-NOT_BY_TORCH = ("residual_changed", "half_that_changes_after_padding")
+NOT_BY_TORCH = ("residual_changed",)

@@ -14,7 +14,6 @@ from rewire.bench import memory, profiling, show, step, step_show
 from rewire.bench.case import DENSE, OURS, Result
 from rewire.cli import app
 from rewire.engine import execute, planned
-from rewire.ops import native
 
 TINY = ["--rounds", "1", "--sparsity", "0.9", "--batch", "4"]
 
@@ -118,7 +117,7 @@ def test_the_kinds_of_a_profile_are_the_whole_step(name: str) -> None:
 
 
 @pytest.mark.skipif(not ops.available(), reason="needs the compiled kernels")
-def test_kernels_of_a_profile_are_the_steps_of_the_plan_or_the_native_functions() -> None:
+def test_kernels_of_a_profile_are_the_steps_of_plans() -> None:
     """The counts of a step: three linear layers, of which the first needs no input gradient."""
     on, off = profiling.where_time_goes("mlp", 0.9, 64, engines=("on", "off"), steps=1)
     found = {(kernel.phase, kernel.name): kernel.calls for kernel in on.kernels}
@@ -126,19 +125,19 @@ def test_kernels_of_a_profile_are_the_steps_of_the_plan_or_the_native_functions(
     assert found["backward", "ConvBackward"] + found["backward", "WeightGradient"] == 3
     assert {phase for phase, _ in found} == {"forward", "backward"}
     found = {(kernel.phase, kernel.name): kernel.calls for kernel in off.kernels}
-    assert found == {("forward", "forward_rows"): 3, ("backward", "gradients_rows"): 3}
+    assert found == {("forward", "LinearRows"): 3, ("backward", "LinearRowsBackward"): 3}
 
 
 def test_a_profile_leaves_nothing_behind_and_changes_no_number() -> None:
     x, y = torch.randn(4, 784), torch.randint(10, (4,))
     model = step.converted(step.WORKLOADS["mlp"], 0.9, "on")
-    before = native.kernels, planned._Pass.run
+    before = planned._Pass.run
     expected = model(x)
     for one_by_one in (False, True):
         clock = profiling._Clock()
         with profiling._timed(clock, one_by_one):
             assert torch.equal(model(x), expected)
-    assert (native.kernels, planned._Pass.run) == before
+    assert planned._Pass.run is before
     for plan in execute._plans.values():
         assert not isinstance(plan._forward.plan, profiling._TimedPlan)
     parts = step.phases(model, x, y)

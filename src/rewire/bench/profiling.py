@@ -16,7 +16,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,13 +24,11 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rewire.bench.step import WORKLOADS, converted, phases
 from rewire.bench.timing import Function, no_collections
 from rewire.engine.planned import _Pass
-from rewire.ops import native
 
 FORWARD, BACKWARD = "forward", "backward"
 STEPS = 30  # of each kind
 _ENOUGH = 5  # where they take long
 _PATIENCE = 20.0  # seconds that are long
-_NO_KERNELS = ("empty", "panel")  # functions of the native modules that compute nothing
 
 Phases = Mapping[str, Function]
 Numbers = dict[str, float]  # by phase
@@ -48,8 +45,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Kernel:
-    """What one kernel takes of a step, in all its calls: the name of a plan's step, or of a native function
-    where a layer runs by itself."""
+    """What one kernel takes of a step, in all its calls."""
 
     name: str
     phase: str
@@ -130,31 +126,10 @@ class _TimedPlan:
             self.clock.time(steps[i].name, self.plan.run, i, i + 1, *args)
 
 
-class _TimedKernels:
-    """The functions of a native module, timed."""
-
-    def __init__(self, module: Any, clock: _Clock) -> None:
-        self._module, self._clock = module, clock
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._module, name)
-        if name not in _NO_KERNELS and callable(found) and not isinstance(found, type):
-            found = partial(self._clock.time, name, found)
-        self.__dict__[name] = found
-        return found
-
-
 @contextmanager
 def _timed(clock: _Clock, one_by_one: bool) -> Iterator[None]:
-    """Time all kernels: those of plans, and those of layers by themselves."""
-    modules: dict[Any, _TimedKernels] = {}
-    find, run = native.kernels, _Pass.run
-
-    def timed_kernels(x: Any) -> Any:
-        found = find(x)
-        if found is not None and found not in modules:
-            modules[found] = _TimedKernels(found, clock)
-        return None if found is None else modules[found]
+    """Time the runs of plans."""
+    run = _Pass.run
 
     def timed_run(self: Any, *args: Any, **kwargs: Any) -> None:
         plan = self.plan
@@ -164,7 +139,7 @@ def _timed(clock: _Clock, one_by_one: bool) -> Iterator[None]:
         finally:
             self.plan = plan
 
-    with patch.object(native, "kernels", timed_kernels), patch.object(_Pass, "run", timed_run):
+    with patch.object(_Pass, "run", timed_run):
         yield
 
 

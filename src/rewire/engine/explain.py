@@ -70,7 +70,9 @@ def explain(model: nn.Module, example: Any) -> Explanation:
     if watcher.layers and watcher.on:
         with _lock, unchanged(model), _observed(watcher):
             _call(model, args, kwargs)
-    return watcher.explanation()
+    found = watcher.explanation()
+    watcher.regions.clear()  # they know the watcher, and hold what the model has computed
+    return found
 
 
 def _call(model: nn.Module, args: Any, kwargs: Any) -> None:
