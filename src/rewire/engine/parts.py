@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -38,14 +39,8 @@ class Run:
         self.found: dict[int, Tensor] = {}
 
     def go(self) -> None:
-        parts = self._parts()
-        outputs = self._outputs(parts)
-        members: dict[int, list[int]] = {}
-        for i, part in enumerate(parts):
-            members.setdefault(part, []).append(i)
-        # What leads to more comes first: it may be read by what leads to less, never the other way round.
-        for part in sorted(members, key=int.bit_count, reverse=True):
-            self._compute(members[part], outputs)
+        for members, leaving in _divided(tuple(self.nodes), tuple(self.live), self.region.grad):
+            self._compute(members, leaving)
         for i in self.live:
             self._value(i)
 
@@ -74,36 +69,9 @@ class Run:
                 live[i]._shared = root(nodes, i) in shared
         return linked
 
-    def _parts(self) -> list[int]:
-        """The part of each node: the set of values, as bits, that it leads to."""
-        parts = [0] * len(self.nodes)
-        if not self.region.grad:
-            return parts
-        for i in range(len(parts) - 1, -1, -1):
-            _, _, inputs, _, grad = self.nodes[i]
-            if grad and i in self.live:
-                parts[i] |= 1 << i
-            for r in inputs:
-                if r is not None and r >= 0:
-                    parts[r] |= parts[i]
-        return parts
-
-    def _outputs(self, parts: list[int]) -> set[int]:
-        """The nodes whose values leave their part. Views do not: they are made of what they view."""
-        outputs = {root(self.nodes, i) for i in self.live}
-        for i, node in enumerate(self.nodes):
-            for r in node[2]:
-                if r is not None and r >= 0 and parts[r] != parts[i]:
-                    outputs.add(root(self.nodes, r))
-        return outputs
-
-    def _compute(self, members: list[int], outputs: set[int]) -> None:
+    def _compute(self, members: list[int], leaving: list[int]) -> None:
         """Compute a part."""
         region, nodes = self.region, self.nodes
-        leaving = [i for i in members if i in outputs and nodes[i][0] not in VIEWS]
-        effects = any(nodes[i][0] == "batch_norm" and nodes[i][1].track for i in members)
-        if not leaving and not effects:
-            return
         if len(members) == len(nodes):
             inside, metas, tensors = nodes, region.metas, region.tensors
             written = [k in region.written for k in range(len(tensors))]
@@ -182,6 +150,37 @@ class Run:
             del lazy._region, lazy._index
         self.found[index] = lazy
         return lazy
+
+
+@lru_cache(maxsize=1024)
+def _divided(
+    nodes: tuple[tuple[Any, ...], ...], live: tuple[int, ...], grad: bool
+) -> list[tuple[list[int], list[int]]]:
+    """The nodes of each part, and those whose values leave it, where some values are live. What leads to
+    more of them comes first: it may be read by what leads to less, never the other way round."""
+    parts = [0] * len(nodes)  # the values, as bits, that a node leads to
+    for i in range(len(parts) - 1, -1, -1) if grad else ():
+        _, _, inputs, _, requires_grad = nodes[i]
+        if requires_grad and i in live:
+            parts[i] |= 1 << i
+        for r in inputs:
+            if r is not None and r >= 0:
+                parts[r] |= parts[i]
+    # Views do not leave: they are made of what they view.
+    outputs = {root(nodes, i) for i in live}
+    members: dict[int, list[int]] = {}
+    for i, node in enumerate(nodes):
+        members.setdefault(parts[i], []).append(i)
+        for r in node[2]:
+            if r is not None and r >= 0 and parts[r] != parts[i]:
+                outputs.add(root(nodes, r))
+    found = []
+    for part in sorted(members, key=int.bit_count, reverse=True):
+        inside = members[part]
+        leaving = [i for i in inside if i in outputs and nodes[i][0] not in VIEWS]
+        if leaving or any(nodes[i][0] == "batch_norm" and nodes[i][1].track for i in inside):
+            found.append((inside, leaving))
+    return found
 
 
 def _better_by_torch(ops: Sequence[str]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -115,17 +115,25 @@ def backward_hooks(model: nn.Module) -> list[dict[int, Any]]:
 
 
 @contextmanager
-def unhooked() -> Iterator[None]:
-    """Without the saved-tensor hooks that were set after something was recorded."""
-    hooks = _hooks(False)
-    if hooks is None:
-        yield
-        return
-    _pop_hooks()
+def _modes(grad: bool, inference: bool, hooks: Any) -> Iterator[None]:
+    if hooks is not None:
+        _pop_hooks()
     try:
-        yield
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            yield
     finally:
-        _push_hooks(*hooks)
+        if hooks is not None:
+            _push_hooks(*hooks)
+
+
+_nothing = nullcontext()
+
+
+def modes(grad: bool, inference: bool) -> Any:
+    """The modes at the time of recording: without saved-tensor hooks, with gradients or not."""
+    hooks = _hooks(False)
+    same = torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference
+    return _nothing if same and hooks is None else _modes(grad, inference, hooks)
 
 
 _clean = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

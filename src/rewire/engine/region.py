@@ -64,6 +64,7 @@ class Region:
         interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         self.dtype, self.grad, self.inference = dtype, grad, inference
+        self.kernels = native.available() and dtype in native.KERNEL_DTYPES
         self.interrupted = interrupted
         self.buffers: list[LazyBuffer] = []
         self.nodes: list[tuple[Any, ...]] = []
@@ -89,16 +90,16 @@ class Region:
 
     def read(self, tensor: Tensor) -> int | None:
         """The reference to an operand; None if the region cannot read it."""
-        if type(tensor) is LazyTensor and tensor._region is self:
-            return tensor._index
-        key = id(tensor)
+        kind, key = type(tensor), id(tensor)
+        if kind is LazyTensor and tensor._region is self:  # type: ignore[attr-defined]
+            return tensor._index  # type: ignore[attr-defined,no-any-return]
         known = self._inputs.get(key)
         if known is not None:
             return ~known
-        if type(tensor) not in _READABLE:
+        if kind not in _READABLE:
             return None
-        data = data_of(tensor)
-        if data.dtype is not self.dtype or native.kernels(data) is None or data.is_neg():
+        data = data_of(tensor) if kind is LazyTensor else tensor
+        if data.dtype is not self.dtype or not self.kernels or not data.is_cpu or data.is_neg():
             return None
         if data.layout is not torch.strided:
             return None
@@ -263,12 +264,7 @@ class Region:
                 changed = self.changed()
                 if changed is not None:
                     raise RuntimeError(changed)
-                with (
-                    private.unhooked(),
-                    private.without_functions(),
-                    torch.inference_mode(self.inference),
-                    torch.set_grad_enabled(self.grad),
-                ):
+                with private.without_functions(), private.modes(self.grad, self.inference):
                     Run(self, held).go()
                 self.done = True
             except BaseException as error:
