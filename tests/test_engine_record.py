@@ -351,6 +351,7 @@ IN_PLACE: dict[str, Callable[[Any, Tensor], Any]] = {
     "view read again": lambda m, x: _view_read_again(m, x),
     "ordinary += lazy": lambda m, x: _iadd(torch.ones_like(x, requires_grad=False), m.b(x)),
     "contiguous": lambda m, x: (m.c(x.contiguous()), x.contiguous() is x),
+    "keywords": lambda m, x: (x.view(size=(4, -1)), x.reshape(shape=(4, -1))),
     "flatten of a slice": lambda m, x: x[:, :, ::2, ::2].flatten(1),
     "slice of a slice": lambda m, x: m.c(x[:, :, ::2, ::2][:, :, ::2, ::2]),
     "unknown indices": lambda m, x: m.c(x[1:, :, :, ::2])[0],

@@ -277,7 +277,9 @@ def _pad(input: Any, pad: Any, mode: str = "constant", value: float | None = Non
     return _one("pad", ir.Pad(amounts, 0.0 if value is None else float(value)), input, out)
 
 
-def _view(input: Any, *shape: Any) -> Any:
+def _view(input: Any, *shape: Any, **keywords: Any) -> Any:
+    if keywords:  # view(size=...), reshape(shape=...)
+        return No
     wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     given = shape_of(input)
     if type(input) is not LazyTensor or is_view(input) or not wanted or 0 in given:
