@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ _CHANGED = (
     "the {operand} of a {op}, a tensor of shape {shape}, was changed in place after the {op} was called "
     "and before it was computed: inside a converted model layers are computed when somebody wants "
     "numbers, or when the model returns. Look in the model's forward, after that call, for what changes "
-    "this tensor (x += y, x.add_(y), x[0] = y, out=x, x.data = y, .to(dtype) of a module) and change a "
-    "copy instead, or let layers run one by one with rewire.use_engine(model, False)"
+    "this tensor (x += y, x.add_(y), x[0] = y, out=x, x.data = y, x.detach_(), .to(dtype) of a module) and "
+    "change a copy instead, or let layers run one by one with rewire.use_engine(model, False)"
 )
 _OPERANDS = {
     **dict.fromkeys(("conv2d", "linear"), ("input", "values", "bias")),
@@ -69,7 +70,7 @@ class Region:
         self.buffers: list[LazyBuffer] = []
         self.nodes: list[tuple[Any, ...]] = []
         self.tensors: list[Any] = []
-        self.stamps: list[tuple[int | None, int]] = []
+        self.stamps: list[_Stamp] = []
         self.metas: list[InputMeta] = []
         self.topologies: list[Topology] = []
         self.probes: list[Probe | None] = []
@@ -95,7 +96,8 @@ class Region:
             return tensor._index  # type: ignore[attr-defined,no-any-return]
         known = self._inputs.get(key)
         if known is not None:
-            return ~known
+            changed = self.grad and _requires_grad(tensor) is not self.metas[known].requires_grad
+            return None if changed else ~known
         if kind not in _READABLE:
             return None
         data = data_of(tensor) if kind is LazyTensor else tensor
@@ -264,7 +266,11 @@ class Region:
                 changed = self.changed()
                 if changed is not None:
                     raise RuntimeError(changed)
-                with private.without_functions(), private.modes(self.grad, self.inference):
+                with (
+                    private.without_functions(),
+                    private.modes(self.grad, self.inference),
+                    self._as_recorded(),
+                ):
                     Run(self, held).go()
                 self.done = True
             except BaseException as error:
@@ -273,6 +279,23 @@ class Region:
             finally:
                 self._show()
             self.refs = []
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """With the leaves requiring gradients that did when they were recorded."""
+        changed = []
+        if self.grad:
+            pairs = zip(self.tensors, self.metas, strict=True)
+            changed = [
+                t for t, m in pairs if t is not None and t.requires_grad is not m.requires_grad
+            ]
+        try:
+            for tensor in changed:
+                tensor.requires_grad_(not tensor.requires_grad)
+            yield
+        finally:
+            for tensor in changed:
+                tensor.requires_grad_(not tensor.requires_grad)
 
     def computed(self, run: Run, members: list[int], key: Any) -> None:
         """Some nodes have been computed, by the plan that is kept under a key, or one by one if that is
@@ -357,18 +380,23 @@ def _requires_grad(tensor: Tensor) -> bool:
     return tensor.requires_grad
 
 
-def _fast_stamp(tensor: Tensor) -> tuple[int | None, int]:
+_Stamp = tuple[int | None, int, bool]
+
+
+def _fast_stamp(tensor: Tensor) -> _Stamp:
     try:
-        return tensor._version, tensor.data_ptr()
+        return tensor._version, tensor.data_ptr(), tensor.is_leaf
     except RuntimeError:  # made in inference mode: it has no version
-        return None, tensor.data_ptr()
+        return None, tensor.data_ptr(), tensor.is_leaf
 
 
-def _stamp(tensor: Tensor) -> tuple[int | None, int]:
-    """What changes with a tensor's elements, and with its memory (``.data =``, ``.half()``)."""
+def _stamp(tensor: Tensor) -> _Stamp:
+    """What changes with a tensor's elements, with its memory (``.data =``, ``.half()``), and with its place
+    in the graph (``.detach_()``)."""
     if type(tensor) is LazyTensor:
         with private.without_functions():
-            return _fast_stamp(tensor)[0], data_of(tensor).data_ptr()
+            version, _, leaf = _fast_stamp(tensor)
+            return version, data_of(tensor).data_ptr(), leaf
     return _fast_stamp(tensor)
 
 
