@@ -1078,3 +1078,25 @@ def test_sparsify_turns_the_engine_on(on: bool, recorded: Recorded) -> None:
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     close(model(x), twin(x))
     assert len(recorded.graphs) == (1 if on else 0)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_region_that_fails_lets_go_of_what_it_has_read(used: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Conv2d(3, 3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x * 1
+            read.append(weakref.ref(x))
+            y = F.relu(self.a(x))
+            x += 1
+            return y.sum() if used else y
+
+    read: list[Any] = []
+    model = converted(Model())
+    with pytest.raises(RuntimeError, match="was changed in place"):
+        model(image())
+    gc.collect()
+    assert read[0]() is None

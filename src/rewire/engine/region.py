@@ -80,7 +80,7 @@ class Region:
         self.closed = False  # nothing more is recorded
         self.done = False
         self.views = False  # whether any node is one
-        self._failed: BaseException | None = None
+        self._failed: str | None = None  # not the error: its traceback holds all that was recorded
         self._inputs: dict[int, int] = {}
         self._pointers: set[int] = set()
         self._kept: list[Tensor] = []  # what was copied: the numbers of objects are theirs alone
@@ -259,7 +259,7 @@ class Region:
             if self._failed is not None:
                 raise RuntimeError(
                     f"the computation of this tensor has failed before: {self._failed}"
-                ) from self._failed
+                )
             if self.done:
                 return
             try:
@@ -274,7 +274,7 @@ class Region:
                     Run(self, held).go()
                 self.done = True
             except BaseException as error:
-                self._failed = error
+                self._failed = str(error) or type(error).__name__
                 raise
             finally:
                 self._show()
@@ -317,7 +317,7 @@ class Region:
         changed = self.changed()
         if changed is None:
             return False
-        self._failed = RuntimeError(changed)
+        self._failed = changed
         self._show()
         warnings.warn(
             "the forward pass of a model was interrupted, and a parameter or its input has been changed "
