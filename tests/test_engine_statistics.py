@@ -565,3 +565,17 @@ def test_a_thread_that_watches_the_statistics() -> None:
     close(model.n.running_mean, expected[-1])
     for mean in found:
         assert min(float((mean - e).abs().max()) for e in expected) < 1e-12
+
+
+def test_gradients_in_evaluation_mode_after_a_call_in_training_mode() -> None:
+    # PyTorch does not notice that the statistics have changed since, and takes the new ones.
+    model = converted(Block(lambda m, x: m.c(F.relu(x)))).eval()
+    x = image()
+    expected = torch.autograd.grad(loss_of(model(x)), list(model.parameters()))
+    y = model(x)
+    model.train()
+    model(5 * x + 1)
+    for grad, right in zip(
+        torch.autograd.grad(loss_of(y), list(model.parameters())), expected, strict=True
+    ):
+        close(grad, right)

@@ -79,7 +79,11 @@ class _Region(torch.autograd.Function):
         outputs = planned.forward(run)
         ctx.planned, ctx.data, ctx.use, ctx.segment = planned, data, run.use, segment
         # Autograd keeps inputs and arena: it notices changes in place, and lets them go when it is done.
-        kept = (None if w else t for t, w in zip(tensors, written, strict=True))
+        kept = [None if w else t for t, w in zip(tensors, written, strict=True)]
+        for (
+            k
+        ) in planned.statistics:  # which a batch norm in training mode would change without notice
+            kept[k] = tensors[k].clone()
         ctx.save_for_backward(run.arena, *kept)
         ctx.set_materialize_grads(False)
         nodes, _, leaving = planned.graph

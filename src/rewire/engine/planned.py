@@ -109,6 +109,7 @@ class Planned:
         plan: by which steps.
         steps: those of the backward pass.
         whole, segments: them as one segment, and as several that hand out gradients early.
+        statistics: the inputs that are running statistics of batch norms in evaluation mode.
     """
 
     def __init__(self, graph: Graph) -> None:
@@ -121,6 +122,11 @@ class Planned:
         inputs, outputs = len(graph.inputs), len(graph.outputs)
         numbers = [node.attrs.topology for node in graph.nodes if node.op in PRODUCTS]  # type: ignore[attr-defined]
         self._layers = 1 + max(numbers, default=-1)
+        norms = [node for node in graph.nodes if node.op == "batch_norm"]
+        given_norms = [node for node in norms if not node.attrs.training]  # type: ignore[attr-defined]
+        self.statistics = {
+            ~ref for node in given_norms for ref in node.inputs[3:] if ref is not None
+        }
         given = (Role.INPUT, inputs), (Role.INDEX, self._layers * len(Topology._fields))
         self._forward.bind(*given, (Role.OUTPUT, outputs))
         gradients = (Role.OUTPUT_GRAD, outputs), (Role.INPUT_GRAD, inputs)
