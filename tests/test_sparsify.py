@@ -272,6 +272,10 @@ DENSE: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "lazy": (lambda: _holding(nn.LazyLinear(4)), "run one batch"),
     "forward": (lambda: _holding(Odd(4, 4)), "Odd has a forward"),
+    "namesake": (  # as timm's
+        lambda: _holding(type("Linear", (Odd,), {})(4, 4)),
+        f"{__name__}.Linear has a forward",
+    ),
     "patched": (_patched, "forward of its own"),
     "complex": (lambda: _holding(nn.Linear(4, 4, dtype=torch.complex64)), "real numbers"),
     "conv1d": (lambda: _holding(nn.Conv1d(4, 4, 3)), "no sparse Conv1d"),

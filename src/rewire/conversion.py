@@ -191,6 +191,13 @@ def _sort_out(
     return layers, dense
 
 
+def _class_name(layer: nn.Module) -> str:
+    """The name of its class; qualified if torch has a class of that name, too (timm's ``Linear``)."""
+    kind = type(layer)
+    same = kind is not getattr(nn, kind.__name__, kind)
+    return f"{kind.__module__}.{kind.__qualname__}" if same else kind.__name__
+
+
 def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> Obstacle | None:
     """Why a layer has no sparse form, or None if it has one."""
     if not isinstance(layer, nn.Linear | nn.Conv2d):
@@ -205,7 +212,7 @@ def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> Obstacle | N
     for method in ("forward", "_conv_forward"):
         own = getattr(type(layer), method, None) is not getattr(base, method, None)
         if own or method in vars(layer):
-            return Obstacle(f"{type(layer).__name__} has a {method} of its own")
+            return Obstacle(f"{_class_name(layer)} has a {method} of its own")
     if isinstance(layer, nn.Conv2d) and layer.groups != 1:
         return Obstacle("there is no sparse grouped convolution")
     tied = _tied((layer.weight, layer.bias), owners)
