@@ -15,12 +15,12 @@ __all__ = ["use_engine"]
 
 
 def use_engine(model: nn.Module, on: bool = True) -> None:
-    """Let a converted model record its layers and run them together, or take that back.
+    """Turn the engine on or off: run the layers of a converted model together, or one by one.
 
     :func:`rewire.sparsify` turns it on. Numbers and gradients are those of the layers one by one. Where
     something watches them (``torch.compile``, dispatch and function modes, activation checkpointing,
-    backward hooks on modules, forward-mode derivatives), they run one by one anyway. What it does with a
-    model shows :func:`rewire.explain`.
+    backward hooks on modules, forward-mode derivatives), they run one by one anyway. :func:`rewire.explain`
+    shows what it does with a model.
 
     Args:
         model: has sparse layers somewhere inside.

@@ -58,7 +58,6 @@ def explain(model: nn.Module, example: Any) -> Explanation:
         >>> import rewire
         >>> net = nn.Sequential(nn.Linear(64, 32), nn.Sigmoid(), nn.Linear(32, 10))
         >>> net = rewire.sparsify(net, sparsity=0.9)
-        >>> rewire.use_engine(net)
         >>> found = rewire.explain(net, torch.randn(8, 64))
         >>> [(stop.reason, stop.place.module) for stop in found.stops]
         [('torch.sigmoid is not known to the engine', '1')]

@@ -19,7 +19,8 @@ _OFF = (
 )
 _LEGEND = (
     "Track updates running statistics, Relayout copies to another layout, moments are mean and variance "
-    "of the output; what a kernel also does has no step of its own."
+    "of the output; what a kernel also does has no step of its own. Layouts: contiguous is torch's, panels "
+    "(faster) and batch-last have samples innermost, flat are vectors. More: docs/performance.md."
 )
 _NO_LAYERS = (
     "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first."
