@@ -486,7 +486,17 @@ def test_engine_off() -> None:
         "Turn it on with rewire.use_engine(model)."
     )
     assert repr(rewire.explain(Block(), image())).endswith(
-        "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first."
+        "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first "
+        '(layers with storage="masked" are dense).'
+    )
+
+
+def test_a_single_layer_is_not_told_to_turn_the_engine_on() -> None:
+    layer = rewire.sparsify(nn.Linear(8, 4), sparsity=0.5)
+    rewire.use_engine(layer)
+    assert str(rewire.explain(layer, torch.randn(2, 8))).endswith(
+        "The model is a single sparse layer, which runs by itself: "
+        "the engine is for models that hold layers."
     )
 
 

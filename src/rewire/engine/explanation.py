@@ -22,8 +22,13 @@ _LEGEND = (
     "of the output; what a kernel also does has no step of its own. Layouts: contiguous is torch's, panels "
     "(faster) and batch-last have samples innermost, flat are vectors. More: docs/performance.md."
 )
+_ONE_LAYER = (
+    "The model is a single sparse layer, which runs by itself: "
+    "the engine is for models that hold layers."
+)
 _NO_LAYERS = (
-    "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first."
+    "The model has no sparse layers: convert it with rewire.sparsify(model, sparsity) first "
+    '(layers with storage="masked" are dense).'
 )
 
 
@@ -173,7 +178,9 @@ class Explanation:
         mode = "training" if self.training else "evaluation"
         lines = [f"{self.model} in {mode} mode, gradients {'on' if self.grad else 'off'}"]
         if not self.layers or not self.on:
-            return "\n".join([*lines, _OFF if self.layers else _NO_LAYERS])
+            single = [layer.name for layer in self.layers] == [""]
+            off = _ONE_LAYER if single else _OFF
+            return "\n".join([*lines, off if self.layers else _NO_LAYERS])
         lines.append(
             f"{self.recorded} of {len(self.layers)} sparse layers recorded, "
             f"{_count(len(self.regions), 'region')}, {_count(len(self.stops), 'stop')}, "
