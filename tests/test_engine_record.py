@@ -482,7 +482,8 @@ def test_changing_what_a_layer_reads(name: str, mode: str) -> None:
         f"the {operand} of a {op}, a tensor of shape {shape}, was changed in place after the {op} was "
         "called and before it was computed: inside a converted model layers are computed when somebody "
         "wants numbers, or when the model returns. Look in the model's forward, after that call, for what "
-        "changes this tensor (x += y, x.add_(y), x[0] = y, out=x, x.data = y, .to(dtype) of a module) and "
+        "changes this tensor (x += y, x.add_(y), x[0] = y, out=x, x.data = y, x.detach_(), "
+        ".to(dtype) of a module) and "
         "change a copy instead, or let layers run one by one with rewire.use_engine(model, False)"
     )
     with context:
