@@ -103,3 +103,18 @@ def test_an_input_that_is_detached_in_place_before_it_is_read() -> None:
     model = converted(Model())
     with pytest.raises(RuntimeError, match=r"the input of a linear.*x\.detach_\(\)"):
         model(torch.randn(4, 3, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_output_of_a_frozen_layer_is_held_and_read_by_another(batch: int) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+            self.a.requires_grad_(False)
+
+        def forward(self, x: Tensor) -> Any:
+            y = self.a(x)
+            return y, F.relu(self.b(y))
+
+    same(converted(Model()), image(batch), grad=False)

@@ -138,9 +138,11 @@ class _Lowering:
         return y
 
     def result(self, index: int) -> Buffer:
-        """Where a step writes the value of a node: of one sample, in the memory of an output."""
+        """Where a step writes the value of a node: of one sample, in the memory of an output, unless there
+        is a backward pass, which may read the value."""
         shape, outputs = self.nodes[index].shape, self.graph.outputs
-        if shape[0] == 1 and index in outputs and not self.nodes[index].requires_grad:
+        backward = any(node.requires_grad for node in self.nodes)
+        if shape[0] == 1 and index in outputs and not backward:
             return self.outside(Role.OUTPUT, outputs.index(index), index, Layout.BATCH_LAST)
         return self.new(shape)
 
