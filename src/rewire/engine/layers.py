@@ -22,6 +22,8 @@ def conv2d(layer: Any, x: Any) -> Any:
         return No
     if not active():
         return _alone(layer, x)
+    if _single(x):
+        return _alone(layer, x, "one sample takes less time than recording it")
     values, bias, topology = layer.parts
     region = recording(values.dtype)
     if region is None or not isinstance(x, Tensor):
@@ -50,6 +52,8 @@ def linear(layer: Any, x: Any) -> Any:
         return No
     if not active():
         return _alone(layer, x)
+    if _single(x):
+        return _alone(layer, x, "one sample takes less time than recording it")
     values, bias, topology = layer.parts
     region = recording(values.dtype)
     if region is None or not isinstance(x, Tensor):
@@ -61,12 +65,15 @@ def linear(layer: Any, x: Any) -> Any:
         return _alone(layer, x)
     if 0 in shape or layer.out_features < 1:
         return _alone(layer, x, "its output is empty")
-    if shape[0] == 1 and not region.grad:
-        return _alone(layer, x, "one sample takes less time than recording it")
     products.check_layer(LINEAR, shape[1], values.dtype, values, bias, topology)
     attrs = ir.Linear(len(region.topologies), layer.probe is not None)
     out = (shape[0], layer.out_features)
     return _layer(region, "linear", attrs, layer, (x, values, bias), out, topology)
+
+
+def _single(x: Any) -> bool:
+    """Whether an input is one sample of which no gradient is recorded."""
+    return type(x) is Tensor and x.dim() > 0 and x.shape[0] == 1 and not torch.is_grad_enabled()
 
 
 def _layer(
