@@ -135,9 +135,14 @@ def assert_agrees(case: Case, needs: tuple[bool, ...] = (True, True, True)) -> N
     y, grads = gradients(case.run, (case.x, case.values, case.bias), case.dy, needs)
     assert y.dtype == case.x.dtype
     assert_close(y, expected_y)
-    for grad, right, need in zip(grads, expected, needs, strict=True):
+    # Gradients of parameters are long sums, in which terms cancel.
+    terms = case.dy.numel() / max(case.dy.shape[1], 1)
+    longer = TOLERANCE[case.x.dtype] * max(1.0, terms**0.5 / 4)
+    for grad, right, need, tolerance in zip(
+        grads, expected, needs, (None, longer, longer), strict=True
+    ):
         if need:
-            assert_close(grad, right)
+            assert_close(grad, right, tolerance)
 
 
 def arranged(x: Tensor, how: str) -> Tensor:
