@@ -17,6 +17,7 @@ from engine_models import (
     Rectify,
     Reverse,
     Square,
+    Triple,
     Untouched,
     close,
     converted,
@@ -272,16 +273,6 @@ def test_in_place_on_what_c_code_saved() -> None:
         y = model(image())
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             y.sum().backward()
-
-
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return 3 * dy
 
 
 def test_in_place_after_c_code_read() -> None:

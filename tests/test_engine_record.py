@@ -23,6 +23,7 @@ import rewire
 from engine_models import (
     Block,
     Reverse,
+    Triple,
     assert_same,
     close,
     converted,
@@ -1002,16 +1003,6 @@ def test_dropout_is_one_mask() -> None:
     source = torch.autograd.grad(y.sum() + w.sum(), model.m.bias)[0]
     kept = (y != 0).to(y.dtype)
     close(source, (kept * 2 * 4).sum((0, 2, 3)))
-
-
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 3 * x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return 3 * dy
 
 
 def test_double_backward() -> None:

@@ -14,55 +14,39 @@ from rewire.engine.region import Region
 from rewire.engine.scope import active, recording
 from rewire.ops import products
 from rewire.ops.reference import LINEAR, Convolution
+from rewire.ops.topology import Topology
 
 
 def conv2d(layer: Any, x: Any) -> Any:
     """The output of a sparse convolution, if it is recorded; else NotImplemented."""
-    if torch.compiler.is_compiling():
+    begun = _begun(layer, x)
+    if begun is None:
         return No
-    if not active():
-        return _alone(layer, x)
-    if _single(x):
-        return _alone(layer, x, "one sample takes less time than recording it")
-    values, bias, topology = layer.parts
-    region = recording(values.dtype)
-    if region is None or not isinstance(x, Tensor):
-        return _alone(layer, x)
+    region, values, bias, topology = begun
     if layer._pad_first is not None:
         return _alone(layer, x, "its padding is not the same zeros on both sides")
     conv: Convolution = layer.sizes
     shape = shape_of(x)
     if len(shape) != 4 or shape[1] != layer.in_channels:
         return _alone(layer, x, "its input is not of shape (N, C, H, W)")  # it says what is wrong
-    if dtype_of(x) is not values.dtype:
-        return _alone(layer, x)
     out = products.output_shape(conv, shape, layer.out_channels)
     if min(out) < 1 or shape[0] < 1:
         return _alone(layer, x, "its output is empty")
     products.check_layer(conv, shape[1], values.dtype, values, bias, topology)
-    probe = layer.probe
-    at = len(region.topologies)
-    attrs = ir.Conv(conv.kernel, conv.stride, conv.padding, conv.dilation, at, probe is not None)
+    sizes = (conv.kernel, conv.stride, conv.padding, conv.dilation)
+    attrs = ir.Conv(*sizes, len(region.topologies), layer.probe is not None)
     return _layer(region, "conv2d", attrs, layer, (x, values, bias), out, topology)
 
 
 def linear(layer: Any, x: Any) -> Any:
     """The same for a linear layer."""
-    if torch.compiler.is_compiling():
+    begun = _begun(layer, x)
+    if begun is None:
         return No
-    if not active():
-        return _alone(layer, x)
-    if _single(x):
-        return _alone(layer, x, "one sample takes less time than recording it")
-    values, bias, topology = layer.parts
-    region = recording(values.dtype)
-    if region is None or not isinstance(x, Tensor):
-        return _alone(layer, x)
+    region, values, bias, topology = begun
     shape = shape_of(x)
     if len(shape) != 2 or shape[1] != layer.in_features:
         return _alone(layer, x, "its input is not of shape (N, features)")
-    if dtype_of(x) is not values.dtype:
-        return _alone(layer, x)
     if 0 in shape or layer.out_features < 1:
         return _alone(layer, x, "its output is empty")
     products.check_layer(LINEAR, shape[1], values.dtype, values, bias, topology)
@@ -71,7 +55,24 @@ def linear(layer: Any, x: Any) -> Any:
     return _layer(region, "linear", attrs, layer, (x, values, bias), out, topology)
 
 
-def _single(x: Any) -> bool:
+def _begun(layer: Any, x: Any) -> tuple[Region, Tensor, Tensor | None, Topology] | None:
+    """The region to record a layer into, and the layer's values, bias and connections; None if the layer
+    computes its output itself."""
+    if torch.compiler.is_compiling():
+        return None
+    if active() and isinstance(x, Tensor):
+        if _single(x):
+            _alone(layer, x, "one sample takes less time than recording it")
+            return None
+        values, bias, topology = layer.parts
+        region = recording(values.dtype)
+        if region is not None and dtype_of(x) is values.dtype:
+            return region, values, bias, topology
+    _alone(layer, x)
+    return None
+
+
+def _single(x: Tensor) -> bool:
     """Whether an input is one sample of which no gradient is recorded."""
     return type(x) is Tensor and x.dim() > 0 and x.shape[0] == 1 and not torch.is_grad_enabled()
 
