@@ -200,8 +200,10 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
             y = F.pad(x, (*amounts[4:], *amounts[2:4], *amounts[:2]), value=attrs.value)
         elif op == "view":
             y = x.reshape(attrs.shape)
-        else:
+        elif op == "dropout":
             y = x * masks(index, shape)
+        else:
+            raise NotImplementedError(op)
         found.append(y)
     return [found[i] for i in of.graph.outputs]
 

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from engine_models import Reverse, Square
+
 Step = tuple[str, int, int]
 Operation = Callable[["Program", list[Tensor], Tensor, int], Any]
 OPERATIONS: dict[str, Operation] = {}
@@ -23,28 +25,6 @@ OPERATIONS: dict[str, Operation] = {}
 def operation(function: Operation) -> Operation:
     OPERATIONS[function.__name__] = function
     return function
-
-
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        return -dy
-
-
-class Squared(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        return 2 * x * dy
 
 
 class Halved(torch.autograd.Function):
@@ -443,8 +423,8 @@ def opaque(m: Program, values: list[Tensor], x: Tensor, kind: int) -> Any:
     if kind % 6 == 5:
         return list(Mixed.apply(x, _other(values, x, kind)))
     functions: list[Callable[[Tensor], Tensor]] = [
-        *(Reversed.apply, Squared.apply, lambda t: _scripted(t, 0.5), Halved.apply),
-        lambda t: Reversed.apply(t) + t,
+        *(Reverse.apply, Square.apply, lambda t: _scripted(t, 0.5), Halved.apply),
+        lambda t: Reverse.apply(t) + t,
     ]
     return functions[kind % 6](x)
 

@@ -36,6 +36,29 @@ def test_a_relu_that_alone_reads_a_product_is_done_by_it() -> None:
     assert rules.relu_after(uses(b), y) is None  # somebody else reads it
 
 
+def test_a_linear_layer_between_contiguous_tensors_works_on_rows() -> None:
+    b = Builder()
+    y = b.linear(b.input(8, 3), 5)
+    assert rules.rows_product(uses(b), y)
+    plan = lower(b.graph(y), PANEL)
+    assert [step.name for step in plan.forward] == ["LinearRows"]  # and no Relayout
+    assert [step.name for step in plan.backward] == ["LinearRowsBackward"]
+    z = b.relu(y)
+    assert not rules.rows_product(uses(b), y)  # it is not an output
+    assert not rules.rows_product(uses(b, y, z), y)  # something else reads it, too
+    w = b.linear(z, 2)
+    assert not rules.rows_product(uses(b), w)  # its input is in the kernels' layout
+
+
+def test_one_sample_is_not_moved() -> None:
+    """Its contiguous memory is batch-last as well, and without gradients the output is written in place."""
+    b = Builder()
+    b.relu(b.conv(b.input(1, 3, 4, 4, grad=False), 5, bias=False, frozen=True))
+    plan = lower(b.graph(1), PANEL)
+    assert [step.name for step in plan.forward] == ["ConvForward"]
+    assert plan.arena == 0
+
+
 def test_a_product_measures_moments_for_a_batch_norm_in_training() -> None:
     b = Builder()
     y = b.conv(b.input(2, 3, 4, 4), 5)
