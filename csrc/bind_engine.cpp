@@ -273,6 +273,32 @@ void bind_channels_step(nb::module_& m, const Fields&... fields) {
                  field("panel_rows", &Channels::panel_rows, 1), fields...);
 }
 
+template <class S, class... Fields>
+void bind_layer_norm_step(nb::module_& m, const Fields&... fields) {
+    using N = LayerNormSizes;
+    bind_step<S>(m, field("panels", &N::panels), field("channels", &N::channels), field("columns", &N::columns),
+                 field("eps", &N::eps, N{}.eps), field("centered", &N::centered, true), fields...);
+}
+
+void bind_layer_norms(nb::module_& m) {
+    {
+        using S = LayerNormForward;
+        bind_layer_norm_step<S>(m, optional("weight", &S::weight), optional("bias", &S::bias), field("x", &S::x),
+                                field("y", &S::y), optional("mean", &S::mean), optional("scale", &S::scale));
+    }
+    {
+        using S = LayerNormBackward;
+        bind_layer_norm_step<S>(m, optional("weight", &S::weight), field("x", &S::x), field("dy", &S::dy),
+                                optional("mean", &S::mean), field("scale", &S::scale), optional("dx", &S::dx),
+                                optional("dweight", &S::dweight), optional("dbias", &S::dbias));
+    }
+    {
+        using S = TransposeEach;
+        bind_step<S>(m, field("matrices", &S::matrices), field("rows", &S::rows), field("columns", &S::columns),
+                     field("x", &S::x), field("y", &S::y));
+    }
+}
+
 void bind_norms(nb::module_& m) {
     {
         using S = Moments;
@@ -341,15 +367,54 @@ void bind_images(nb::module_& m) {
 }
 
 void bind_elementwise(nb::module_& m) {
-    bind_step<Relu>(m, field("length", &Relu::length), field("x", &Relu::x), field("y", &Relu::y));
-    bind_step<ReluBackward>(m, field("length", &ReluBackward::length), field("dz", &ReluBackward::dz),
-                            field("z", &ReluBackward::z), field("dy", &ReluBackward::dy));
-    bind_step<Add>(m, field("length", &Add::length), field("a", &Add::a), field("b", &Add::b), field("y", &Add::y),
-                   field("relu", &Add::relu, false));
     bind_step<Copy>(m, field("length", &Copy::length), field("x", &Copy::x), field("y", &Copy::y));
     bind_step<Fill>(m, field("length", &Fill::length), field("value", &Fill::value), field("y", &Fill::y));
     bind_step<Dropout>(m, field("length", &Dropout::length), field("probability", &Dropout::probability),
                        field("seed", &Dropout::seed), field("x", &Dropout::x), field("y", &Dropout::y));
+}
+
+void bind_pointwise(nb::module_& m) {
+    nb::enum_<Activation>(m, "Activation")
+        .value("relu", Activation::relu)
+        .value("hardtanh", Activation::hardtanh)
+        .value("leaky_relu", Activation::leaky_relu)
+        .value("elu", Activation::elu)
+        .value("silu", Activation::silu)
+        .value("gelu", Activation::gelu)
+        .value("gelu_tanh", Activation::gelu_tanh)
+        .value("sigmoid", Activation::sigmoid)
+        .value("tanh", Activation::tanh)
+        .value("hardswish", Activation::hardswish)
+        .value("hardsigmoid", Activation::hardsigmoid)
+        .value("softplus", Activation::softplus);
+    nb::enum_<Operation>(m, "Operation")
+        .value("affine", Operation::affine)
+        .value("fma", Operation::fma)
+        .value("centered", Operation::centered)
+        .value("add", Operation::add)
+        .value("sub", Operation::sub)
+        .value("mul", Operation::mul)
+        .value("div", Operation::div)
+        .value("activate", Operation::activate)
+        .value("gradient", Operation::gradient);
+    using I = Instruction;
+    bind_operands<I>(m, "Instruction", field("op", &I::op), field("out", &I::out), field("a", &I::a),
+                     field("b", &I::b, -1), field("c", &I::c, -1), field("activation", &I::activation, Activation::relu),
+                     field("p", &I::p, 0.0), field("q", &I::q, 0.0));
+    bind_operands<Access>(m, "Access", field("operand", &Access::operand), field("strides", &Access::strides),
+                          field("offset", &Access::offset, 0));
+    bind_operands<SlotAccess>(m, "SlotAccess", field("slot", &SlotAccess::slot), field("operand", &SlotAccess::operand),
+                              field("strides", &SlotAccess::strides),
+                              field("offset", &SlotAccess::offset, 0));
+    using N = NormSums;
+    bind_operands<N>(m, "NormSums", field("index", &N::index), field("g", &N::g), field("gx", &N::gx),
+                     field("gradients", &N::gradients), optional("x", &N::x), optional("dx", &N::dx));
+    using S = engine::Pointwise;
+    using Accesses = std::vector<SlotAccess>;
+    bind_step<S>(m, field("loops", &S::loops), field("channel", &S::channel, 0), field("panel_rows", &S::panel_rows, 1),
+                 field("reads", &S::reads), field("norms", &S::norms, std::vector<NormOperands>{}),
+                 field("program", &S::program, std::vector<Instruction>{}), field("writes", &S::writes, Accesses{}),
+                 field("sums", &S::sums, Accesses{}), field("norm_sums", &S::norm_sums, std::vector<NormSums>{}));
 }
 
 }  // namespace
@@ -360,8 +425,10 @@ void bind_steps(nb::module_& m) {
     bind_step_base(m);
     bind_layers(m);
     bind_norms(m);
+    bind_layer_norms(m);
     bind_images(m);
     bind_elementwise(m);
+    bind_pointwise(m);
 }
 
 template <class T>

@@ -3,10 +3,12 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <optional>
 #include <string>
 #include <vector>
 
+#include "dispatch.h"
 #include "drawing.h"
 #include "parallel.h"
 #include "sampling.h"
@@ -23,6 +25,7 @@ using Optional = std::optional<Tensor>;
 using Free = nb::gil_scoped_release;
 
 constexpr const char* kConnections = "connections";
+constexpr int64_t kAnyUnits = std::numeric_limits<int32_t>::max();
 
 AliasColumn* columns(int32_t* of) { return reinterpret_cast<AliasColumn*>(of); }
 
@@ -38,9 +41,10 @@ void bind_topology(nb::module_& m) {
     m.def("by_input", [](const Tensor& indptr, const Tensor& indices, int64_t in_channels, int64_t taps,
                          const Tensor& slots, const Tensor& outputs, const Tensor& order, int threads) {
         const Arguments given("by_input");
-        const Rows rows = given.rows(indptr, indices);
         given.units("in_channels", in_channels);
         given.units("taps", taps, 1);
+        given.units("in_channels * taps", in_channels * taps);
+        const Rows rows = given.rows(indptr, indices, in_channels * taps);
         auto* to_ptr = given.data<int32_t>("slots", slots, {in_channels * taps + 1, "in_channels * taps + 1"});
         auto* to_outputs = given.data<int32_t>("outputs", outputs, {rows.count, kConnections});
         auto* to_order = given.data<int32_t>("order", order, {rows.count, kConnections});
@@ -79,21 +83,25 @@ void bind_drawing(nb::module_& m) {
         });
     }, nb::kw_only(), "weights"_a, "tables"_a, "threads"_a);
     m.def("draw", [](const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const Optional& inputs,
-                     const Optional& outputs, const Tensor& indptr, const Tensor& indices, const Tensor& to_indptr,
-                     const Tensor& to_indices, int threads) {
+                     const Optional& outputs, int64_t groups, const Tensor& indptr, const Tensor& indices,
+                     const Tensor& to_indptr, const Tensor& to_indices, int threads) {
         const Arguments given("draw");
         given.units("draws", draws);
         given.units("n_in", n_in, draws > 0);
         given.units("n_out", n_out, draws > 0);
-        auto* by_input = columns(given.data<int32_t>("inputs", inputs, {2 * n_in, "2 * n_in"}));
+        given.units("groups", groups, 1);
+        if (n_out % groups)
+            given.refuse("n_out is " + std::to_string(n_out) + ", expected a multiple of " + std::to_string(groups) +
+                         " groups");
+        auto* by_input = columns(given.data<int32_t>("inputs", inputs, {2 * n_in * groups, "2 * n_in * groups"}));
         auto* by_output = columns(given.data<int32_t>("outputs", outputs, {2 * n_out, "2 * n_out"}));
-        const Rows active = given.rows(indptr, indices, n_out);
+        const Rows active = given.rows(indptr, indices, n_in, n_out);
         auto* to_ptr = given.data<int32_t>("to_indptr", to_indptr, {n_out + 1, "n_out + 1"});
         auto* to = given.data<int32_t>("to_indices", to_indices, {draws, "draws"});
         const Free free;
-        return draw(stream, draws, n_in, n_out, by_input, by_output, active.by_output, to_ptr, to, threads);
-    }, nb::kw_only(), "stream"_a, "draws"_a, "n_in"_a, "n_out"_a, "inputs"_a, "outputs"_a, "indptr"_a, "indices"_a,
-       "to_indptr"_a, "to_indices"_a, "threads"_a);
+        return draw(stream, draws, n_in, n_out, by_input, by_output, groups, active.by_output, to_ptr, to, threads);
+    }, nb::kw_only(), "stream"_a, "draws"_a, "n_in"_a, "n_out"_a, "inputs"_a, "outputs"_a, "groups"_a, "indptr"_a,
+       "indices"_a, "to_indptr"_a, "to_indices"_a, "threads"_a);
 }
 
 void bind_changes(nb::module_& m) {
@@ -102,7 +110,7 @@ void bind_changes(nb::module_& m) {
         const Arguments given("complement");
         given.units("n_in", n_in);
         given.units("n_out", n_out);
-        const Rows active = given.rows(indptr, indices, n_out);
+        const Rows active = given.rows(indptr, indices, n_in, n_out);
         auto* to_ptr = given.data<int32_t>("to_indptr", to_indptr, {n_out + 1, "n_out + 1"});
         auto* to = given.data<int32_t>("to_indices", to_indices,
                                        {n_in * n_out - active.count, "n_in * n_out - connections"});
@@ -113,9 +121,9 @@ void bind_changes(nb::module_& m) {
                         const Tensor& subset_indices, const Tensor& grown, const Tensor& to_indptr,
                         const Tensor& to_indices, const Tensor& source, int threads) {
         const Arguments given("replace");
-        const Rows active = given.rows(indptr, indices);
+        const Rows active = given.rows(indptr, indices, kAnyUnits);
         const Rows subset =
-            given.rows("subset_indptr", subset_indptr, "subset_indices", subset_indices, active.units);
+            given.rows("subset_indptr", subset_indptr, "subset_indices", subset_indices, kAnyUnits, active.units);
         const auto* without = given.mask("pruned", pruned, {active.count, kConnections});
         const auto* with = given.mask("grown", grown, {subset.count, "connections of the subset"});
         auto* to_ptr = given.data<int32_t>("to_indptr", to_indptr, {active.units + 1, "n_out + 1"});
@@ -138,7 +146,7 @@ void bind_counting(nb::module_& m) {
         const Arguments given("mark");
         given.units("n_in", n_in);
         given.units("n_out", n_out);
-        const Rows rows = given.rows(indptr, indices, n_out);
+        const Rows rows = given.rows(indptr, indices, n_in, n_out);
         const auto* of = given.mask("chosen", chosen, {rows.count, kConnections});
         auto* to = given.data<uint8_t>("bits", bits, {(n_in * n_out + 7) / 8, "n_in * n_out / 8, rounded up,"});
         const Free free;
@@ -149,7 +157,7 @@ void bind_counting(nb::module_& m) {
         const Arguments given("sketch");
         given.units("n_in", n_in);
         given.units("n_out", n_out);
-        const Rows rows = given.rows(indptr, indices, n_out);
+        const Rows rows = given.rows(indptr, indices, n_in, n_out);
         const auto* of = given.mask("chosen", chosen, {rows.count, kConnections});
         auto* to = given.data<uint8_t>("registers", registers, {kRegisters, "registers of a sketch"});
         const Free free;
@@ -183,6 +191,8 @@ void bind_sampling_of(nb::module_& m) {
         const auto from = given.vector<T>("x", x);
         const auto places = given.vector<int32_t>("source", source);
         auto* to = given.data<T>("out", out, {places.size, "elements of source"});
+        if (!bounds().within(places.data, places.size, -1, from.size))
+            given.refuse("source must be in [-1, " + std::to_string(from.size) + "), the places in x");
         const Free free;
         follow<T>(from.data, places.data, places.size, T(fresh), to, threads);
     }, nb::kw_only(), "x"_a, "source"_a, "fresh"_a, "out"_a, "threads"_a);

@@ -181,16 +181,6 @@ void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* fac
 }
 
 template <class T>
-void relu(const Table<T>& table, const T* x, int64_t len, T* y, int threads) {
-    for_each_piece(len, threads, [&](int64_t at, int64_t n) { table.normalize({n, T(1), T(0), true}, x + at, nullptr, y + at); });
-}
-
-template <class T>
-void add(const Table<T>& table, const T* a, const T* b, int64_t len, bool relu, T* y, int threads) {
-    for_each_piece(len, threads, [&](int64_t at, int64_t n) { table.normalize({n, T(1), T(0), relu}, a + at, b + at, y + at); });
-}
-
-template <class T>
 void copy(const T* x, int64_t len, T* y, int threads) {
     for_each_piece(len, threads, [&](int64_t at, int64_t n) { std::memmove(y + at, x + at, sizeof(T) * size_t(n)); });
 }
@@ -267,8 +257,6 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
     template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
-    template void relu<T>(const Table<T>&, const T*, int64_t, T*, int);                                             \
-    template void add<T>(const Table<T>&, const T*, const T*, int64_t, bool, T*, int);                              \
     template void copy<T>(const T*, int64_t, T*, int);                                                              \
     template void fill<T>(T, int64_t, T*, int);                                                                     \
     template void drop_out<T>(const Table<T>&, const T*, int64_t, double, double, uint64_t, T*, int);               \

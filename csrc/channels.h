@@ -68,12 +68,6 @@ template <class T>
 void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
                      int64_t panels, T* dx, int threads);
 
-// Element by element; y may be one of the others.
-template <class T>
-void relu(const Table<T>&, const T* x, int64_t len, T* y, int threads);
-// y = a + b, rectified if asked.
-template <class T>
-void add(const Table<T>&, const T* a, const T* b, int64_t len, bool relu, T* y, int threads);
 template <class T>
 void copy(const T* x, int64_t len, T* y, int threads);
 template <class T>

@@ -11,6 +11,7 @@ namespace rewire {
 
 constexpr int64_t kGrain = 1 << 14;  // multiply-adds worth a second thread
 constexpr int64_t kManyConnections = 1 << 17;
+constexpr int64_t kElements = 256;  // of what is computed that are worth a part of their own
 
 inline int worth(int64_t work, int threads) {
     return int(std::max<int64_t>(1, std::min<int64_t>(threads, work / kGrain)));
@@ -41,11 +42,12 @@ inline int64_t row_blocks(int64_t tasks, int threads) {
     return threads % tasks == 0 ? threads / tasks : (4 * threads + tasks - 1) / tasks;
 }
 
-// In how many parts the gradients of `count` connections are summed by `tasks`, however many threads there are.
-// Where there are many connections, or each is used at one position alone (`once`), putting parts together takes a good
+// In how many parts the gradients of `count` connections, each used at so many elements, are summed by `tasks`, however many
+// threads there are. Where there are many connections, or each is used at one position alone (`once`), putting parts together takes a good
 // part of the time: then rows are cut rather than gradients kept more than twice.
-inline int64_t gradient_parts(int64_t count, int64_t tasks, bool once) {
-    return std::min<int64_t>(once || count > kManyConnections ? 2 : 8, tasks);
+inline int64_t gradient_parts(int64_t count, int64_t tasks, int64_t elements, bool once) {
+    const int64_t most = once || count > kManyConnections ? 2 : std::clamp<int64_t>(elements / kElements, 1, 8);
+    return std::min(most, tasks);
 }
 
 // grad[places[e]] = the sum of the parts' sums of entry e, in order (places null: e itself).

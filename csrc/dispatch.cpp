@@ -31,6 +31,8 @@ const Table<double>& table() {
     return current->f64;
 }
 
+const Bounds& bounds() { return current->bounds; }
+
 std::vector<std::string> supported_instruction_sets() {
     std::vector<std::string> names;
     for (const auto* set : supported()) names.emplace_back(set->name);

@@ -15,5 +15,6 @@ void use_instruction_set(const std::string& name);
 // The inner loops in use.
 template <class T>
 const Table<T>& table();
+const Bounds& bounds();
 
 }  // namespace rewire

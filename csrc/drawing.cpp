@@ -43,8 +43,9 @@ void philox(const Stream& s, uint64_t block, uint64_t* words) {
 // fraction of it.
 class Picker {
    public:
-    Picker(const AliasColumn* columns, int64_t n, int threads) : columns_(columns), n_(n) {
+    Picker(const AliasColumn* columns, int64_t n, int64_t tables, int threads) : columns_(columns), n_(n) {
         if (!columns) return;
+        n *= tables;
         sure_ = Scratch<uint8_t>(n);
         pieces(n, 1 << 14, worth_sharing(n, threads), [&](int64_t begin, int64_t end) {
             for (int64_t i = begin; i < end; i++) sure_[i] = uint8_t(columns[i].threshold >> 24);
@@ -56,29 +57,40 @@ class Picker {
     // before the others look at them.
     static constexpr int64_t kMost = 256;
     void operator()(const uint64_t* words, int64_t count, int64_t stride, int32_t* units) const {
+        pick(words, count, stride, units, [](int64_t) { return int64_t(0); });
+    }
+    // The same where draw i is from table group(i).
+    template <class Group>
+    void operator()(const uint64_t* words, int64_t count, int64_t stride, int32_t* units, Group&& group) const {
+        pick(words, count, stride, units, [&](int64_t i) { return group(i) * n_; });
+    }
+
+   private:
+    // The columns of draw i are those from first(i) on.
+    template <class First>
+    void pick(const uint64_t* words, int64_t count, int64_t stride, int32_t* units, First&& first) const {
         const auto n = uint64_t(n_);
         for (int64_t i = 0; i < count; i++) {
             units[i] = int32_t(Wide(words[i * stride]) * n >> 64);
-            if (columns_) __builtin_prefetch(&sure_[units[i]]);
+            if (columns_) __builtin_prefetch(&sure_[first(i) + units[i]]);
         }
         if (!columns_) return;
         int32_t open[kMost];
         int64_t left = 0;
         for (int64_t i = 0; i < count; i++) {
             open[left] = int32_t(i);
-            const bool unsure = (words[i * stride] * n >> 56) >= sure_[units[i]];
-            __builtin_prefetch(unsure ? columns_ + units[i] : columns_);
+            const bool unsure = (words[i * stride] * n >> 56) >= sure_[first(i) + units[i]];
+            __builtin_prefetch(unsure ? columns_ + first(i) + units[i] : columns_);
             left += unsure;
         }
         for (int64_t k = 0; k < left; k++) {
             const int64_t i = open[k];
-            const AliasColumn column = columns_[units[i]];
+            const AliasColumn column = columns_[first(i) + units[i]];
             const bool below = uint32_t(words[i * stride] * n >> 32) < column.threshold;
             units[i] = below ? units[i] : column.alias;
         }
     }
 
-   private:
     const AliasColumn* columns_;
     int64_t n_;
     Scratch<uint8_t> sure_;
@@ -209,13 +221,14 @@ void build_alias(const double* weights, int64_t n, AliasColumn* columns) {
 }
 
 int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const AliasColumn* inputs,
-             const AliasColumn* outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads) {
+             const AliasColumn* outputs, int64_t groups, const ByOutput& active, int32_t* ptr, int32_t* indices,
+             int threads) {
     std::fill(ptr, ptr + n_out + 1, 0);
     if (draws == 0) return 0;
     threads = worth_sharing(draws, threads);
     Bands bands(n_out, draws);
     constexpr int64_t kPiece = Picker::kMost, kBlocks = 2;  // draws, and blocks of two draws each
-    const Picker input_unit(inputs, n_in, threads), output_unit(outputs, n_out, threads);
+    const Picker input_unit(inputs, n_in, groups, threads), output_unit(outputs, n_out, 1, threads);
     const int64_t part = ((draws - 1) / bands.parts() / kPiece + 1) * kPiece;
     int32_t* input = indices;  // until it holds the result
     const Scratch<int32_t> output(draws);
@@ -226,8 +239,12 @@ int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, c
         for (int64_t begin = p * part; begin < last; begin += kPiece) {
             const int64_t n = std::min(kPiece, last - begin);
             for (int64_t i = 0; i < n; i += 2 * kBlocks) philox<kBlocks>(stream, uint64_t((begin + i) / 2), words + 2 * i);
-            input_unit(words, n, 2, input + begin);
+            const int32_t* const here = output.get() + begin;
             output_unit(words + 1, n, 2, output.get() + begin);
+            if (groups == 1)
+                input_unit(words, n, 2, input + begin);
+            else
+                input_unit(words, n, 2, input + begin, [&](int64_t i) { return here[i] / (n_out / groups); });
             for (int64_t i = begin; i < begin + n; i++) count[output[i] >> bands.shift()]++;
         }
     });

@@ -23,9 +23,11 @@ struct AliasColumn {
 void build_alias(const double* weights, int64_t n, AliasColumn* columns);
 
 // The distinct connections among `draws` independent ones that are not in `active`, by output unit.
-// Null tables stand for the uniform distribution. `indices` has room for all draws; returns how many there are.
+// Null tables stand for the uniform distribution; `groups` runs of output units have each a table of `inputs` of their
+// own, one after the other. `indices` has room for all draws; returns how many there are.
 int64_t draw(const Stream&, int64_t draws, int64_t n_in, int64_t n_out, const AliasColumn* inputs,
-             const AliasColumn* outputs, const ByOutput& active, int32_t* ptr, int32_t* indices, int threads);
+             const AliasColumn* outputs, int64_t groups, const ByOutput& active, int32_t* ptr, int32_t* indices,
+             int threads);
 
 // One sign per sample and position, out[position][sample], 4-wise independent: the lowest bit of a cubic
 // polynomial modulo 2^61 - 1, at (first + sample) * positions + position.

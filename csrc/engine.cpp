@@ -4,6 +4,7 @@
 #include <stdexcept>
 
 #include "dispatch.h"
+#include "topology.h"
 
 namespace rewire::engine {
 namespace {
@@ -42,7 +43,8 @@ void Needs::add(const Need& need) {
 void Needs::by_output(const TopologyOperands& t, const Geometry& g) {
     reads("indptr", t.indptr, g.out_channels + 1, Kind::indices);
     reads("indices", t.indices, -1, Kind::indices);
-    connections = {t.indptr, g.out_channels};
+    const int64_t units = product("a row of connections", {g.in_channels, g.kh, g.kw});
+    connections = {t.indptr, g.out_channels, t.indices, units, units > g.in_channels, kAbsent};
 }
 
 void Needs::by_input(const TopologyOperands& t, const Geometry& g) {
@@ -50,7 +52,7 @@ void Needs::by_input(const TopologyOperands& t, const Geometry& g) {
     reads("slots", t.slots, slots + 1, Kind::indices);
     reads("outputs", t.outputs, -1, Kind::indices);
     reads("order", t.order, -1, Kind::indices);
-    connections = {t.slots, slots};
+    connections = {t.slots, slots, t.outputs, g.out_channels, false, t.order};
 }
 
 void Needs::scalar(const char* role, int64_t index) {
@@ -160,32 +162,54 @@ void Plan<T>::check_run(size_t step, const Inputs& in, const std::vector<void*>&
         if (reinterpret_cast<uintptr_t>(addresses[id]) % uintptr_t(size_of<T>(need.kind)))
             refuse(step, need, "is not aligned to its elements");
     }
-    if (mine.connections.ptr != kAbsent) {
-        const Need* counted = nullptr;  // the pointers into the connections
-        for (size_t k = mine.first; k < mine.last; k++)
-            if (needs_[k].operand == mine.connections.ptr && needs_[k].kind == Kind::indices && needs_[k].elements >= 0)
-                counted = &needs_[k];
-        const int64_t rows = mine.connections.rows, given = elements_of(*counted, in);
-        if (given != rows + 1)
-            refuse(step, *counted, "has " + std::to_string(given) + " elements, expected " + std::to_string(rows + 1));
-        const auto* ptr = static_cast<const int32_t*>(addresses[size_t(mine.connections.ptr)]);
-        if (ptr[0] != 0 || ptr[rows] < 0)
-            refuse(step, *counted, "must rise from 0, but goes from " + std::to_string(ptr[0]) + " to " +
-                                       std::to_string(ptr[rows]));
-        for (size_t k = mine.first; k < mine.last; k++) {
-            const Need& need = needs_[k];
-            if (need.elements >= 0) continue;
-            const int64_t count = elements_of(need, in);
-            if (operands_[size_t(need.operand)].external ? count != ptr[rows] : count < ptr[rows])
-                refuse(step, need, "has " + std::to_string(count) + " elements, but " + counted->role + " counts " +
-                                       std::to_string(ptr[rows]) + " connections");
-        }
-    }
+    if (mine.connections.ptr != kAbsent) check_connections(step, in, addresses);
     if (mine.scalars > int64_t(in.scalars.size()) || mine.seeds > int64_t(in.seeds.size()))
         throw std::invalid_argument("step " + std::to_string(step) + " (" + steps_[step]->name() + ") needs " +
                                     std::to_string(mine.scalars) + " scalars and " + std::to_string(mine.seeds) +
                                     " seeds, got " + std::to_string(in.scalars.size()) + " and " +
                                     std::to_string(in.seeds.size()));
+}
+
+// What is in index vectors is looked at whenever they are used: their memory is the
+// user's, and torch does not count every way to write to it. It takes about as long as reading them.
+template <class T>
+void Plan<T>::check_connections(size_t step, const Inputs& in, const std::vector<void*>& addresses) const {
+    const Checks& mine = checks_[step];
+    const Connections& given = mine.connections;
+    const auto at = [&](Id id) { return static_cast<const int32_t*>(addresses[size_t(id)]); };
+    const auto need_of = [&](Id id) -> const Need& {
+        size_t k = mine.first;
+        while (needs_[k].operand != id || needs_[k].kind != Kind::indices) k++;
+        return needs_[k];
+    };
+    const Need& counted = need_of(given.ptr);
+    const int64_t rows = given.rows, elements = elements_of(counted, in);
+    if (elements != rows + 1)
+        refuse(step, counted, "has " + std::to_string(elements) + " elements, expected " + std::to_string(rows + 1));
+    const int32_t* ptr = at(given.ptr);
+    if (ptr[0] != 0 || ptr[rows] < 0)
+        refuse(step, counted, "must rise from 0, but goes from " + std::to_string(ptr[0]) + " to " +
+                                  std::to_string(ptr[rows]));
+    const int64_t count = ptr[rows];
+    for (size_t k = mine.first; k < mine.last; k++) {
+        const Need& need = needs_[k];
+        if (need.elements >= 0) continue;
+        const int64_t found = elements_of(need, in);
+        if (operands_[size_t(need.operand)].external ? found != count : found < count)
+            refuse(step, need, "has " + std::to_string(found) + " elements, but " + counted.role + " counts " +
+                                   std::to_string(count) + " connections");
+    }
+    const Problem problem = find_problem({ptr, at(given.units)}, rows, given.limit, given.ascending,
+                                         given.places == kAbsent ? nullptr : at(given.places), in.threads);
+    if (problem == Problem::none) return;
+    const Need& wrong = problem == Problem::count  ? counted
+                        : problem == Problem::units ? need_of(given.units)
+                                                    : need_of(given.places);
+    refuse(step, wrong, problem == Problem::count
+                            ? "falls in between: it must rise"
+                            : "was written to since it was checked: it must be in [0, " +
+                                  std::to_string(problem == Problem::units ? given.limit : count) + ")" +
+                                  (problem == Problem::units && given.ascending ? " and ascend for each output unit" : ""));
 }
 
 template <class T>

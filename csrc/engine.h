@@ -35,10 +35,15 @@ struct TopologyOperands {
     Id indptr = kAbsent, indices = kAbsent, slots = kAbsent, outputs = kAbsent, order = kAbsent;
 };
 
-// A step's connections: `rows` + 1 elements of `ptr` count them, and the last of them says how many there are.
+// A step's connections: `rows` + 1 elements of `ptr` count them, and the last of them says how many there are. Each has a
+// unit below `limit`, ascending within a row if the kernel relies on it, and maybe a place among all in another order.
 struct Connections {
-    Id ptr;
-    int64_t rows;
+    Id ptr = kAbsent;
+    int64_t rows = 0;
+    Id units = kAbsent;
+    int64_t limit = 0;
+    bool ascending = false;
+    Id places = kAbsent;
 };
 
 // The product of sizes that are all at least 1; throws if one is not, or if no memory could hold so many elements.
@@ -63,7 +68,7 @@ class Needs {
     void seed(const char* role, int64_t index);
 
     std::vector<Need> all;
-    Connections connections{kAbsent, 0};
+    Connections connections;
     int64_t scalars = 0, seeds = 0;  // how many of them there must be
 
    private:
@@ -162,6 +167,7 @@ class Plan {
     void check_arena(size_t step) const;
     void check_overlaps(size_t step) const;
     void check_run(size_t step, const Inputs&, const std::vector<void*>& addresses) const;
+    void check_connections(size_t step, const Inputs&, const std::vector<void*>& addresses) const;
     int64_t elements_of(const Need&, const Inputs&) const;
     [[noreturn]] void refuse(size_t step, const Need&, const std::string& problem) const;
 

@@ -7,6 +7,10 @@
 #include "norm.inl"
 #include "pool.inl"
 #include "noise.inl"
+#include "math.inl"
+#include "pointwise.inl"
+#include "bounds.inl"
+#include "layer_norm.inl"
 
 namespace rewire::REWIRE_ISA {
 
@@ -21,11 +25,13 @@ constexpr Table<T> table() {
             normalize<T>,     norm_sums<T>,
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,
-            mean_pool_gradient<T>, drop_out<T>};
+            mean_pool_gradient<T>, drop_out<T>,
+            pointwise<T>,     layer_norm<T>,
+            layer_norm_gradient<T>};
 }
 
 const InstructionSet& instruction_set() {
-    static const InstructionSet set{REWIRE_ISA_NAME, table<float>(), table<double>()};
+    static const InstructionSet set{REWIRE_ISA_NAME, table<float>(), table<double>(), {within, falls}};
     return set;
 }
 

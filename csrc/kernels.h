@@ -125,6 +125,37 @@ struct Pool {
     Steps in, out;
 };
 
+// Elementwise functions of one value; p and q are parameters.
+enum class Activation : uint8_t {
+    relu, hardtanh, leaky_relu, elu, silu, gelu, gelu_tanh, sigmoid, tanh, hardswish, hardsigmoid, softplus
+};
+
+enum class Operation : uint8_t {
+    affine,    // a * p + q
+    fma,       // a * b + c
+    centered,  // a * (b - c)
+    add, sub, mul, div,
+    activate,  // activation(a)
+    gradient,  // a * the derivative of the activation at b
+};
+
+// One instruction of a pointwise program: slots are tiles of numbers.
+struct Instruction {
+    Operation op = Operation::add;
+    Activation activation = Activation::relu;
+    int32_t out = 0, a = 0, b = -1, c = -1;
+    double p = 0, q = 0;
+};
+
+// Layer normalisation of columns over all channels, `step` elements apart.
+template <class T>
+struct LayerNorm {
+    int64_t channels, step;
+    const T *weight, *bias;  // or null: 1 and 0
+    double eps;
+    bool centered;  // else root mean square normalisation
+};
+
 template <class T>
 struct Table {
     int sum_tile, dots_tile;  // elements that stay in registers
@@ -157,12 +188,26 @@ struct Table {
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
     // elements [first, first + len) of a tensor
     void (*drop_out)(const T* x, int64_t first, int64_t len, uint32_t limit, T scale, uint64_t seed, T* y);
+    // a program on one tile; an instruction may write the slot that it reads
+    void (*pointwise)(const Instruction* program, int64_t count, T* const* slots, int64_t len);
+    // some columns, with their means and inverse standard deviations
+    void (*layer_norm)(const LayerNorm<T>&, int64_t columns, const T* x, T* y, T* mean, T* scale);
+    // sums[2*c] and sums[2*c + 1], vectors: the gradients of weight and bias of channel c, lane by lane
+    void (*layer_norm_gradient)(const LayerNorm<T>&, int64_t columns, const T* x, const T* dy, const T* mean, const T* scale,
+                                T* dx, T* sums);
+};
+
+// The loops that look at index vectors before any other loop does.
+struct Bounds {
+    bool (*within)(const int32_t* x, int64_t n, int64_t first, int64_t limit);  // whether all are in [first, limit)
+    int64_t (*falls)(const int32_t* x, int64_t n);  // how often one is not above the one before it
 };
 
 struct InstructionSet {
     const char* name;
     Table<float> f32;
     Table<double> f64;
+    Bounds bounds;
 };
 
 namespace generic {

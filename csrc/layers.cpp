@@ -132,7 +132,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
         return;
     }
     threads = worth((count + rows) * sweep.elements(), threads);
-    const int64_t parts = gradient_parts(count, sweep.tasks(), plan.h.count * plan.w.count == 1);
+    const int64_t parts = gradient_parts(count, sweep.tasks(), sweep.elements(), plan.h.count * plan.w.count == 1);
     const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, sweep.row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const bool past = dots.dst && plan.past(rows, sizeof(T)) && starts_line(dots.dst);
@@ -189,38 +189,72 @@ Memory input(const Geometry& g) { return memory(g, g.in_panels, g.in_channels, g
 
 Memory output(const Geometry& g) { return memory(g, g.out_panels, g.out_channels, g.out_height, g.out_width); }
 
-// `connections`: see Plan.
+// A layer that reads each position at one position is a linear layer whose samples are all positions; worth it where those of
+// one position fill no vectors.
+Geometry flat(Geometry g, int tile) {
+    if (g.batch % tile == 0 || g.taps() > 1 || g.sh > 1 || g.sw > 1 || g.ph || g.pw || g.in_panels || g.out_panels) return g;
+    g.batch *= g.height * g.width;
+    g.height = g.width = g.out_height = g.out_width = 1;
+    return g;
+}
+
+// Whether strips may be worth it: the samples of a batch fill no vectors, and there is more than one position.
+bool uneven(const Geometry& g, int tile) { return !g.in_panels && !g.out_panels && g.batch % tile && g.height * g.width > 1; }
+
+// Columns of a panel, where no tensor is in panels.
+int64_t panel_of(const Geometry& g, int tile) { return g.panel ? g.panel : panel_width(g.batch, tile); }
+
+// `connections`: see Plan; `all` of the layer.
 template <class T>
-Plan forward_plan(const Geometry& g, int panel, int64_t connections) {
+Plan forward_plan(const Geometry& g, int tile, int64_t connections, int64_t all) {
     Axis h = forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh);
+    Axis w = forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw);
     const Shifts rows = h.shifts();
-    return Plan(std::move(h), forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw), rows, g.in_channels,
-                g.batch, g.panel ? g.panel : panel, input(g), output(g), sizeof(T), connections);
+    if (uneven(g, tile)) {
+        const Strips strips = best_strips(h, w, rows, true, g.in_channels, g.batch, tile / 4, sizeof(T),
+                                          double(all) / double(g.in_channels));
+        if (strips.cost < cost_by_position(h, w, g.batch, tile / 4))
+            return Plan(std::move(h), std::move(w), rows, g.in_channels, g.batch, input(g), output(g), strips);
+    }
+    return Plan(std::move(h), std::move(w), rows, g.in_channels, g.batch, panel_of(g, tile), input(g), output(g), sizeof(T),
+                connections);
 }
 
 // One pass for each set of input positions that share their taps: one where the stride is 1. The first has the
 // most rows and columns.
 template <class T>
-std::vector<Plan> backward_plans(const Geometry& g, int panel, int64_t connections) {
+std::vector<Plan> backward_plans(const Geometry& g, int tile, int64_t connections, int64_t all) {
     std::vector<Axis> down, across;
     for (int32_t r = 0; r < g.sh; r++) down.push_back(backward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh, r));
     for (int32_t r = 0; r < g.sw; r++) across.push_back(backward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw, r));
     Shifts rows = down.front().shifts();
     for (const Axis& h : down) rows = {std::min(rows.lowest, h.shifts().lowest), std::max(rows.highest, h.shifts().highest)};
     std::vector<Plan> plans;
+    if (uneven(g, tile)) {
+        const Axis w = g.sw == 1 ? across.front() : spread_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw);
+        const Strips strips = best_strips(down.front(), w, rows, g.sh == 1, g.out_channels, g.batch, tile / 4, sizeof(T),
+                                          double(all) / double(g.out_channels));
+        const Axis out_h = forward_axis(g.height, g.out_height, g.kh, g.sh, g.ph, g.dh);
+        const Axis out_w = forward_axis(g.width, g.out_width, g.kw, g.sw, g.pw, g.dw);
+        if (strips.cost < cost_by_position(out_h, out_w, g.batch, tile / 4)) {
+            for (const Axis& h : down) plans.emplace_back(h, w, rows, g.out_channels, g.batch, output(g), input(g), strips);
+            return plans;
+        }
+    }
     for (const Axis& h : down)
         for (const Axis& w : across)
-            plans.emplace_back(h, w, rows, g.out_channels, g.batch, g.panel ? g.panel : panel, output(g),
-                               input(g), sizeof(T), connections);
+            plans.emplace_back(h, w, rows, g.out_channels, g.batch, panel_of(g, tile), output(g), input(g), sizeof(T),
+                               connections);
     return plans;
 }
 
 }  // namespace
 
 template <class T>
-void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* values, const T* bias,
+void forward(const Table<T>& table, const Geometry& shape, const ByOutput& a, const T* values, const T* bias,
              const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads) {
-    const Plan plan = forward_plan<T>(g, table.sum_tile, norm ? -1 : a.ptr[g.out_channels]);
+    const Geometry g = flat(shape, table.sum_tile);
+    const Plan plan = forward_plan<T>(g, table.sum_tile, norm ? -1 : a.ptr[g.out_channels], a.ptr[g.out_channels]);
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
     run_sum<T>(table,
@@ -229,9 +263,11 @@ void forward(const Table<T>& table, const Geometry& g, const ByOutput& a, const 
 }
 
 template <class T>
-void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* dy,
+void input_gradient(const Table<T>& table, const Geometry& shape, const ByInput& a, const T* values, const T* dy,
                     T* dx, int threads) {
-    for (const Plan& plan : backward_plans<T>(g, table.sum_tile, a.ptr[g.in_channels * g.taps()])) {
+    const Geometry g = flat(shape, table.sum_tile);
+    const int64_t all = a.ptr[g.in_channels * g.taps()];
+    for (const Plan& plan : backward_plans<T>(g, table.sum_tile, all, all)) {
         const Offsets offsets = backward_offsets(g, a, plan);
         const auto weight = gather(values, offsets.places, offsets.count, threads);
         run_sum<T>(table,
@@ -242,9 +278,10 @@ void input_gradient(const Table<T>& table, const Geometry& g, const ByInput& a, 
 }
 
 template <class T>
-void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a, const T* x, const T* dy,
+void weight_gradient(const Table<T>& table, const Geometry& shape, const ByOutput& a, const T* x, const T* dy,
                      const Reading<T>& reading, T* grad, T* bias, int threads) {
-    Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels]);
+    const Geometry g = flat(shape, table.sum_tile);
+    Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels], a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
     const Pass<T> pass{std::move(plan), std::move(offsets), {}};
@@ -257,8 +294,9 @@ void weight_gradient(const Table<T>& table, const Geometry& g, const ByOutput& a
 }
 
 template <class T>
-void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const T* values, const T* x,
+void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, const T* values, const T* x,
                const Before<T>& before, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
+    const Geometry g = flat(shape, table.sum_tile);
     const BatchNorm<T>* norm = before.norm;
     const Affine<T> affine(before.summed() ? nullptr : norm);
     Reading<T> factor = affine.reading();
@@ -266,8 +304,8 @@ void gradients(const Table<T>& table, const Geometry& g, const ByInput& a, const
     std::vector<double> sums(norm || out.rectified ? size_t(2 * g.in_channels) : 0);
     std::vector<double> totals(out.bias ? size_t(g.out_channels) : 0);
     std::vector<Pass<T>> passes;
-    const int64_t connections = reading.plain() ? a.ptr[g.in_channels * g.taps()] : -1;
-    for (Plan& plan : backward_plans<T>(g, table.dots_tile, connections)) {
+    const int64_t connections = a.ptr[g.in_channels * g.taps()];
+    for (Plan& plan : backward_plans<T>(g, table.dots_tile, reading.plain() ? connections : -1, connections)) {
         Offsets offsets = backward_offsets(g, a, plan);
         auto weight = gather(values, offsets.places, offsets.count, threads);
         passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});
@@ -295,35 +333,26 @@ void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, T* s
 }
 
 template <class T>
-void rectify_gradient(const Table<T>& table, const T* dz, const T* z, T* dy, int64_t len, int threads) {
-    const int64_t block = 1 << 14;
-    parallel_for((len + block - 1) / block, worth(len / 4, threads), [&](int64_t b) {
-        const int64_t at = b * block;
-        table.read({nullptr, nullptr, false, z + at}, 0, dz + at, 0, dy + at, 0, 1, std::min(block, len - at));
-    });
-}
-
-template <class T>
 void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T* out, int threads) {
     threads = worth(rows * cols / 4, threads);
-    if (rows < cols) {  // some rows at a time: the processor reads ahead in no more of them at once
-        const int64_t some = 16;
-        return parallel_for((rows + some - 1) / some, threads, [&](int64_t b) {
-            const int64_t r = b * some;
-            table.transpose(in + r * cols, cols, out + r, rows, std::min(some, rows - r), cols);
-        });
-    }
-    const int64_t block = 64;  // columns of the input: rows of the output
-    parallel_for((cols + block - 1) / block, threads, [&](int64_t b) {
-        const int64_t c = b * block;
-        table.transpose(in + c, cols, out + c * rows, rows, rows, std::min(block, cols - c));
+    // Blocks that stay near, whose shorter side is whole if it is no batch of many: then lines are written once.
+    const int64_t near = 1 << 15, most = 256, some = 16;
+    const int64_t shorter = std::min({rows, cols, most}), longer = std::clamp(near / shorter / some * some, 4 * some, near / 4);
+    const int64_t down = rows < cols ? shorter : longer, across = rows < cols ? longer : shorter;
+    const int64_t beside = (cols + across - 1) / across;
+    parallel_for((rows + down - 1) / down * beside, threads, [&](int64_t b) {
+        const int64_t c = b % beside * across, width = std::min(across, cols - c);
+        const int64_t first = b / beside * down, last = std::min(rows, first + down);
+        // Some rows at a time: the processor reads ahead in no more of them at once.
+        const int64_t step = rows < cols ? some : last - first;
+        for (int64_t r = first; r < last; r += step)
+            table.transpose(in + r * cols + c, cols, out + c * rows + r, rows, std::min(step, last - r), width);
     });
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                       \
     template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*,       \
                              const BatchNorm<T>*, T*, bool, T*, T*, int);                                           \
-    template void rectify_gradient<T>(const Table<T>&, const T*, const T*, T*, int64_t, int);                       \
     template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*,         \
                                      const Reading<T>&, T*, T*, int);                                               \

@@ -82,10 +82,6 @@ void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values
 template <class T>
 void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, int threads);
 
-// dy = dz where z > 0
-template <class T>
-void rectify_gradient(const Table<T>&, const T* dz, const T* z, T* dy, int64_t len, int threads);
-
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);
 

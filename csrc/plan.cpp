@@ -17,15 +17,29 @@ constexpr int64_t kAtOnce = 32;          // positions that one row of outputs is
 constexpr int64_t kRing = 8;             // columns that are enough for one row of an image at a time
 
 constexpr int64_t kSmallImage = 16;      // positions of an image that threads had better not share
+constexpr int64_t kStrip = 768 << 10;    // bytes of a strip
+constexpr double kPiece = 1.5;           // vectors that a run of at most eight of them costs besides
+
+// What runs of so many elements cost.
+double cost_of_run(int64_t elements, int64_t lanes) {
+    const int64_t vectors = (elements + lanes - 1) / lanes;
+    return double(vectors) + kPiece * double((vectors + 7) / 8);
+}
 
 }  // namespace
 
-void Axis::valid(int64_t i, int32_t& begin, int32_t& end) const {
+int64_t Axis::at(int64_t i, size_t k) const {
+    const int64_t place = i * stride + shift[k];
+    return place < 0 || place % divide || place / divide >= source ? -1 : place / divide;
+}
+
+void Axis::reached(int64_t first, int64_t last, int32_t& begin, int32_t& end) const {
     begin = 0;
     end = int32_t(taps.size());
-    auto inside = [&](int32_t k) {
-        const int64_t at = i * stride + shift[size_t(k)];
-        return at >= 0 && at < source;
+    const auto inside = [&](int32_t k) {
+        for (int64_t i = first; i < last; i++)
+            if (at(i, size_t(k)) >= 0) return true;
+        return false;
     };
     while (begin < end && !inside(begin)) begin++;
     while (end > begin && !inside(end - 1)) end--;
@@ -56,6 +70,77 @@ Axis backward_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, i
     return axis;
 }
 
+Axis spread_axis(int64_t size, int64_t out, int32_t k, int32_t s, int32_t p, int32_t d) {
+    Axis axis{size, 1, out, 0, 1, {}, {}, s};
+    for (int32_t t = 0; t < k; t++) {
+        axis.taps.push_back(t);
+        axis.shift.push_back(p - int64_t(t) * d);
+    }
+    return axis;
+}
+
+int64_t panel_width(int64_t batch, int64_t tile) {
+    const int64_t lanes = tile / 4, rest = batch % tile;
+    if (batch <= tile || !rest) return std::min(batch, tile);
+    const int64_t panels = std::max<int64_t>(1, batch / tile + (rest > lanes));
+    return ((batch + panels - 1) / panels + lanes - 1) / lanes * lanes;
+}
+
+Strips best_strips(const Axis& h, const Axis& w, Shifts rows, bool join, int64_t channels, int64_t batch, int64_t lanes,
+                   int64_t element, double connections) {
+    const int64_t span = rows.highest - rows.lowest + 1, taps = int64_t(w.taps.size());
+    const bool apart = w.stride > 1 || w.divide > 1;
+    const auto total = [&](const Strips& s, int64_t row, double packed) {
+        const double runs = double(h.count) / double(s.rows) * double(w.count) / double(s.columns);
+        return runs * (connections * cost_of_run(s.rows * s.columns * batch, lanes) + 2 * packed * double(row * batch) / double(lanes));
+    };
+    // One row after the other: as many columns as fit.
+    const int64_t beside = apart ? 0 : w.shifts().highest - w.shifts().lowest, copies = apart ? taps : 1;
+    const int64_t fit = kStrip / (channels * copies * span * batch * element) - beside;
+    const int64_t least = std::min(w.count, (8 * lanes + batch - 1) / batch);
+    const int64_t blocks = (w.count + std::max(fit, least) - 1) / std::max(fit, least);
+    Strips best{(w.count + blocks - 1) / blocks, 1, span, true, apart, 0};
+    best.cost = total(best, best.columns + beside, double(copies));
+    // Or several rows together, which have to be packed for each tap.
+    for (int64_t together = join ? h.count : 1, parts = 1; together > 1; parts++, together = (h.count + parts - 1) / parts) {
+        const int64_t below = ((together - 1) * h.stride + span + h.stride - 1) / h.stride * h.stride;
+        Strips joined{w.count, together, below, false, true, 0};
+        if (channels * taps * below * w.count * batch * element > kStrip) continue;
+        joined.cost = total(joined, w.count, double(taps * below));
+        if (joined.cost < best.cost) best = joined;
+        break;
+    }
+    best.cost /= connections;
+    return best;
+}
+
+double cost_by_position(const Axis& h, const Axis& w, int64_t batch, int64_t lanes) {
+    const auto reads = [](const Axis& axis) {
+        int64_t count = 0;
+        for (size_t k = 0; k < axis.taps.size(); k++)
+            for (int64_t i = 0; i < axis.count; i++) count += axis.at(i, k) >= 0;
+        return double(count) / double(axis.taps.size());
+    };
+    return reads(h) * reads(w) * cost_of_run(batch, lanes);
+}
+
+Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, Memory from_, Memory to_, const Strips& strips_)
+    : h(std::move(h_)),
+      w(std::move(w_)),
+      channels(channels_),
+      height(h.source),
+      width(w.source),
+      batch(batch_),
+      panel(batch_),
+      from(from_),
+      to(to_),
+      mode(Mode::strip),
+      rows(rows_),
+      origin(rows_.lowest),
+      window_rows(strips_.window_rows),
+      ring(strips_.ring),
+      strips(strips_) {}
+
 Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, int64_t panel_,
            Memory from_, Memory to_, int64_t element, int64_t connections)
     : h(std::move(h_)),
@@ -70,7 +155,7 @@ Plan::Plan(Axis h_, Axis w_, Shifts rows_, int64_t channels_, int64_t batch_, in
       mode(Mode::direct),
       rows(rows_) {
     const int64_t bytes = channels * height * width * batch * element;
-    if (batch <= panel || bytes <= kPackMin) return;
+    if (batch == panel || bytes <= kPackMin) return;
     // Few connections read an image where it is faster than it can be packed, if they read whole samples.
     const bool runs = !from.panels && !to.panels;
     const int64_t few = bytes <= kNear ? kFewNear : kFew;
@@ -104,8 +189,10 @@ bool Plan::by_channel() const {
 }
 
 int64_t Plan::bands() const {
+    if (mode == Mode::strip && !ring) return (h.count + strips.rows - 1) / strips.rows;
     const int64_t least = 4 * std::max<int64_t>(1, (rows.highest - rows.lowest) / std::max<int64_t>(1, h.stride));
-    return std::max<int64_t>(1, std::min(h.count / least, (32 + panels() - 1) / panels()));
+    const int64_t beside = mode == Mode::strip ? blocks() : panels();
+    return std::max<int64_t>(1, std::min(h.count / least, (32 + beside - 1) / beside));
 }
 
 std::pair<int64_t, int64_t> Plan::place(int64_t k, int64_t count) const {
@@ -139,8 +226,6 @@ std::vector<Tile> Plan::columns() const {
 std::vector<Tile> Plan::cut() const {
     std::vector<Tile> tiles;
     const auto row = columns();
-    // Where a panel is wider than the batch, neighbouring positions are one run of elements.
-    const bool join = batch < panel && w.stride == 1 && w.every == 1;
     for (int64_t k = 0; k < panels() * h.count; k++) {
         const auto [i, n] = place(k, h.count);
         for (Tile tile : row) {
@@ -148,12 +233,19 @@ std::vector<Tile> Plan::cut() const {
             tile.dst += (h.first + i * h.every) * to.rows * to.lane + n * to.columns;
             tile.src += i * h.stride * from.rows * from.lane + n * from.columns;
             tile.len = int32_t(std::min(panel, batch - n));
-            if (join) {
-                tile.len = int32_t(tile.count * batch);
-                tile.count = 1;
-            }
             tiles.push_back(tile);
         }
+    }
+    return tiles;
+}
+
+std::vector<Tile> Plan::strip_tiles() const {
+    std::vector<Tile> tiles;
+    for (int64_t j = 0; j < w.count; j += strips.columns) {
+        const int64_t columns = std::min(strips.columns, w.count - j);
+        Tile tile{j * to.lane, 0, 0, 0, 1, int32_t(columns * batch), 0, 0, 0, 0};
+        w.reached(j, j + columns, tile.kw0, tile.kw1);
+        tiles.push_back(tile);
     }
     return tiles;
 }

@@ -32,12 +32,35 @@ struct Places {
     static REWIRE_INLINE void put(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
         const auto at = [=](int i) { return p + i / V * step + i % V * kLanes<T>; };
         if (!kPart && __builtin_expect(past, false)) {
+#pragma GCC unroll 8
             for (int i = 0; i < V * P; i++) store_past(at(i), v[i]);
             return;
         }
+#pragma GCC unroll 8
         for (int i = 0; i < V * P; i++) kPart && i % V == V - 1 ? store_part(at(i), v[i], rest) : store<T>(at(i), v[i]);
     }
 };
+
+// Calls body(V, lanes of the last one) for the V vectors, at most `most`, that hold so many elements; V is a constant.
+template <class T, int most, class Body>
+REWIRE_INLINE void by_vectors(int32_t elements, Body&& body) {
+    constexpr int lanes = kLanes<T>;
+    const int vectors = (elements + lanes - 1) / lanes, rest = elements - (vectors - 1) * lanes;
+    switch (vectors) {
+        case 1: return body(std::integral_constant<int, 1>{}, rest);
+        case 2: return body(std::integral_constant<int, 2>{}, rest);
+        case 3: return body(std::integral_constant<int, 3>{}, rest);
+        case 4: return body(std::integral_constant<int, 4>{}, rest);
+    }
+    if constexpr (most == 8) {
+        switch (vectors) {
+            case 5: return body(std::integral_constant<int, 5>{}, rest);
+            case 6: return body(std::integral_constant<int, 6>{}, rest);
+            case 7: return body(std::integral_constant<int, 7>{}, rest);
+            case 8: return body(std::integral_constant<int, 8>{}, rest);
+        }
+    }
+}
 
 // Asks for what is read soon, a part of it at a time.
 class Asking {
@@ -82,6 +105,7 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     const bool past = p.past;
     for (int q = 0; !past && q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
     Vec<T> acc[V * P];
+#pragma GCC unroll 8
     for (int i = 0; i < V * P; i++) acc[i] = broadcast<T>(start);
     Vec<T> other[V * P] = {};  // every second entry: one sum alone waits for its own last addition
     for (int32_t r = 0; r < runs.count; r++) {
@@ -103,8 +127,11 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
             for (int i = 0; i < V * P; i++) acc[i] += w * L::get(from, src_step, i, rest);
         }
     }
-    if (V * P <= 4)
+    if constexpr (V * P <= 4) {
+#pragma GCC unroll 8
         for (int i = 0; i < V * P; i++) acc[i] += other[i];
+    }
+#pragma GCC unroll 8
     for (int i = 0; i < V * P; i++) {
         if (p.relu) acc[i] = rectify<T>(acc[i]);
         if constexpr (kSpread) spread.add(acc[i]);
@@ -233,15 +260,16 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
             continue;
         }
         const int64_t ahead = group.ahead(t, tile.count - left);
-        int at = 0;
+        if (tile.len == 4 * lanes) {
+            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src, 0, dst, 0, start, 0, spread, ahead);
+            continue;
+        }
+        int32_t at = 0;
         for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
             sum_tile<T, 8, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
-        for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-            sum_tile<T, 4, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
-        for (; tile.len - at >= lanes; at += lanes)
-            sum_tile<T, 1, 1, false, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, 0, spread, ahead);
-        if (at < tile.len)
-            sum_tile<T, 1, 1, true, false>(p, runs, ptr, src + at, 0, dst + at, 0, start, tile.len - at, spread, ahead);
+        by_vectors<T, 8>(tile.len - at, [&](auto vectors, int rest) REWIRE_BODY {
+            sum_tile<T, decltype(vectors)::value, 1, true, kSpread>(p, runs, ptr, src + at, 0, dst + at, 0, start, rest, spread, ahead);
+        });
     }
 }
 
@@ -362,6 +390,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         if (kDst && !p.past) write_soon<V>(p.dst + at, ahead);
     }
     Vec<T> factor[n], acc[n];
+#pragma GCC unroll 8
     for (int i = 0; i < n; i++) {
         factor[i] = L::get(p.factor + here, dst_step, i, rest);
         if constexpr (kInput == Input::normed) {
@@ -375,8 +404,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
                 const Vec<T> other = L::get(p.reading.other + here, dst_step, i, rest);
                 factor[i] = factor[i] * before.scale + (other * before.other + before.shift);
             }
-            if constexpr (kPart)
-                for (int k = rest; i % V == V - 1 && k < kLanes<T>; k++) factor[i][k] = 0;
+            if (kPart && i % V == V - 1) factor[i] = keep_part(factor[i], rest);
             before.sum += factor[i];
         }
         acc[i] = Vec<T>{};
@@ -414,18 +442,22 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
         }
     }
-    if constexpr (kInput == Input::rectified)
+    if constexpr (kInput == Input::rectified) {
+#pragma GCC unroll 8
         for (int i = 0; i < n; i++) {
             acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
             before.sum += acc[i];
         }
-    if constexpr (kInput == Input::normed)
+    }
+    if constexpr (kInput == Input::normed) {
+#pragma GCC unroll 8
         for (int i = 0; i < n; i++) {
             if (p.more) acc[i] += L::get(p.more + here, dst_step, i, rest);
             if (before.relu) acc[i] = factor[i] <= Vec<T>{} ? Vec<T>{} : acc[i];
             before.sum += acc[i];
             before.sum_x += acc[i] * (L::get(p.normed + here, dst_step, i, rest) - before.mean);
         }
+    }
     if constexpr (kDst) L::put(p.dst + here, dst_step, acc, rest, p.past);
 }
 
@@ -484,17 +516,19 @@ void dots_rows(const Dots<T>& p, const Tile* tiles, int64_t count, int64_t row0,
             for (; k < tile.count; k++, src += tile.src_step, here += tile.dst_step) {
                 const int64_t ahead = group.ahead(t, k);
                 asking.ask();
-                int at = 0;
-                if constexpr (kPairs)
-                    for (; tile.len - at >= 8 * lanes; at += 8 * lanes)
-                        dots_tile<T, 8, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
-                for (; tile.len - at >= 4 * lanes; at += 4 * lanes)
-                    dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
-                for (; tile.len - at >= lanes; at += lanes)
-                    dots_tile<T, 1, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before, ahead);
-                if (at < tile.len)
-                    dots_tile<T, 1, 1, true, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, tile.len - at, held,
-                                                           before, ahead);
+                if (tile.len == 4 * lanes) {
+                    dots_tile<T, 4, 1, false, kDst, kInput>(p, tile, runs, ptr, src, here, 0, held, before, ahead);
+                } else {
+                    constexpr int most = kPairs ? 8 : 4;
+                    int32_t at = 0;
+                    for (; tile.len - at >= most * lanes; at += most * lanes)
+                        dots_tile<T, most, 1, false, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, 0, held, before,
+                                                                   ahead);
+                    by_vectors<T, most>(tile.len - at, [&](auto vectors, int rest) REWIRE_BODY {
+                        dots_tile<T, decltype(vectors)::value, 1, true, kDst, kInput>(p, tile, runs, ptr, src + at, here + at, rest, held, before,
+                                                               ahead);
+                    });
+                }
                 if constexpr (kInput != Input::any)
                     if ((before.added += (tile.len + lanes - 1) / lanes) >= before.kRun) before.settle();
             }

@@ -36,7 +36,7 @@ Entries entries_from(const int32_t* ptr, const int32_t* offset, int64_t row) { r
 template <class T>
 void sum_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const int32_t* offset, const T* weight,
               const T* start, bool relu, const T* x, int64_t units, T* y, int64_t rows, int threads) {
-    const int64_t width = std::min<int64_t>(table.sum_tile, batch), panels = (batch + width - 1) / width;
+    const int64_t width = panel_width(batch, table.sum_tile), panels = (batch + width - 1) / width;
     threads = worth((ptr[rows] + rows) * batch, threads);
     const auto cuts = cut_rows(entries_from(ptr, offset, 0), rows, row_blocks(panels, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
@@ -88,9 +88,9 @@ template <class T>
 void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const int32_t* offset, const int32_t* places,
                const T* weight, const Turned<T>& in, T* grad, T* totals, int threads) {
     const int64_t units = in.units, rows = in.rows, all = ptr[rows];
-    const int64_t width = std::min<int64_t>(table.dots_tile, batch), panels = (batch + width - 1) / width;
+    const int64_t width = panel_width(batch, table.dots_tile), panels = (batch + width - 1) / width;
     threads = worth((all + rows) * batch, threads);
-    const int64_t parts = gradient_parts(all, panels, true);
+    const int64_t parts = gradient_parts(all, panels, batch, true);
     const auto cuts = cut_rows(entries_from(ptr, offset, 0), rows, row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const Scratch<T> sums(parts * all);

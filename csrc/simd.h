@@ -2,8 +2,10 @@
 // for each instruction set, inside its own namespace (REWIRE_ISA).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
 #include <immintrin.h>
@@ -127,13 +129,38 @@ REWIRE_INLINE Vec<T> rectify(Vec<T> v) {
     return v < Vec<T>{} ? Vec<T>{} : v;
 }
 
-// The first n lanes, zeros behind them; nothing past p + n is touched.
+// 1 / sqrt(v), exact to rounding.
+#if defined(REWIRE_AVX512)
+REWIRE_INLINE Vec<float> root(Vec<float> v) { return (Vec<float>)_mm512_sqrt_ps((__m512)v); }
+REWIRE_INLINE Vec<double> root(Vec<double> v) { return (Vec<double>)_mm512_sqrt_pd((__m512d)v); }
+#elif defined(REWIRE_AVX2)
+REWIRE_INLINE Vec<float> root(Vec<float> v) { return (Vec<float>)_mm256_sqrt_ps((__m256)v); }
+REWIRE_INLINE Vec<double> root(Vec<double> v) { return (Vec<double>)_mm256_sqrt_pd((__m256d)v); }
+#else
+template <class V>
+REWIRE_INLINE V root(V v) {
+    for (size_t i = 0; i < sizeof v / sizeof v[0]; i++) v[i] = std::sqrt(v[i]);
+    return v;
+}
+#endif
+template <class T>
+REWIRE_INLINE Vec<T> inverse_root(Vec<T> v) {
+    return broadcast<T>(T(1)) / root(v);
+}
+
+// The first n lanes, of memory or of a vector, zeros behind them; nothing past p + n is touched.
 #if defined(REWIRE_AVX512)
 REWIRE_INLINE Vec<float> load_part(const float* p, int n) {
     return (Vec<float>)_mm512_maskz_loadu_ps((__mmask16)((1u << n) - 1), p);
 }
 REWIRE_INLINE Vec<double> load_part(const double* p, int n) {
     return (Vec<double>)_mm512_maskz_loadu_pd((__mmask8)((1u << n) - 1), p);
+}
+REWIRE_INLINE Vec<float> keep_part(Vec<float> v, int n) {
+    return (Vec<float>)_mm512_maskz_mov_ps((__mmask16)((1u << n) - 1), (__m512)v);
+}
+REWIRE_INLINE Vec<double> keep_part(Vec<double> v, int n) {
+    return (Vec<double>)_mm512_maskz_mov_pd((__mmask8)((1u << n) - 1), (__m512d)v);
 }
 REWIRE_INLINE void store_part(float* p, Vec<float> v, int n) {
     _mm512_mask_storeu_ps(p, (__mmask16)((1u << n) - 1), (__m512)v);
@@ -154,6 +181,12 @@ REWIRE_INLINE Vec<float> load_part(const float* p, int n) {
 REWIRE_INLINE Vec<double> load_part(const double* p, int n) {
     return (Vec<double>)_mm256_maskload_pd(p, first_lanes(n, 0.0));
 }
+REWIRE_INLINE Vec<float> keep_part(Vec<float> v, int n) {
+    return (Vec<float>)_mm256_and_ps((__m256)v, _mm256_castsi256_ps(first_lanes(n, 0.0f)));
+}
+REWIRE_INLINE Vec<double> keep_part(Vec<double> v, int n) {
+    return (Vec<double>)_mm256_and_pd((__m256d)v, _mm256_castsi256_pd(first_lanes(n, 0.0)));
+}
 template <class T>
 REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {  // masked stores are slow on some CPUs
     for (int i = 0; i < n; i++) p[i] = v[i];
@@ -163,6 +196,11 @@ template <class T>
 REWIRE_INLINE Vec<T> load_part(const T* p, int n) {
     Vec<T> v{};
     for (int i = 0; i < n; i++) v[i] = p[i];
+    return v;
+}
+template <class V>
+REWIRE_INLINE V keep_part(V v, int n) {
+    for (int i = n; i < int(sizeof(v) / sizeof(v[0])); i++) v[i] = 0;
     return v;
 }
 template <class T>

@@ -8,6 +8,7 @@
 #include "engine.h"
 #include "images.h"
 #include "layers.h"
+#include "pointwise.h"
 
 namespace rewire::engine {
 
@@ -159,6 +160,33 @@ struct RowSums : StepOf<RowSums>, Channels {
     REWIRE_STEP(RowSums)
 };
 
+// ---- Layer norm: steps_layer_norm.cpp
+
+// Over the channels of [panels][channels][columns]; without a mean to subtract it is a root mean square norm.
+struct LayerNormSizes {
+    int64_t panels = 0, channels = 0, columns = 0;
+    double eps = 1e-5;
+    bool centered = true;
+};
+
+// mean and scale, one over the standard deviation, are those of each column.
+struct LayerNormForward : StepOf<LayerNormForward>, LayerNormSizes {
+    Id weight = kAbsent, bias = kAbsent, x = kAbsent, y = kAbsent, mean = kAbsent, scale = kAbsent;
+    REWIRE_STEP(LayerNormForward)
+};
+struct LayerNormBackward : StepOf<LayerNormBackward>, LayerNormSizes {
+    Id weight = kAbsent, x = kAbsent, dy = kAbsent, mean = kAbsent, scale = kAbsent, dx = kAbsent, dweight = kAbsent,
+       dbias = kAbsent;
+    REWIRE_STEP(LayerNormBackward)
+};
+
+// The transpose of each of so many matrices.
+struct TransposeEach : StepOf<TransposeEach> {
+    int64_t matrices = 0, rows = 0, columns = 0;
+    Id x = kAbsent, y = kAbsent;
+    REWIRE_STEP(TransposeEach)
+};
+
 // ---- Pooling: steps_images.cpp
 
 // Maximum pooling of x, or of its batch norm; `which` receives the tap of each maximum, a byte each.
@@ -244,22 +272,39 @@ struct Relayout : StepOf<Relayout> {
 
 // ---- Element by element: steps_elementwise.cpp
 
-struct Relu : StepOf<Relu, true> {
-    int64_t length = 0;
-    Id x = kAbsent, y = kAbsent;
-    REWIRE_STEP(Relu)
+// A program over tensors of one shape, and others that are broadcast. Slots are numbered: first what is read, then scale,
+// shift and mean of each batch norm (its output is x * scale + shift), then what instructions write.
+struct Access {
+    Id operand = kAbsent;
+    std::vector<int64_t> strides;  // of the five loops
+    int64_t offset = 0;            // elements before the first
 };
-// dy = dz where z, the output of the ReLU, is positive.
-struct ReluBackward : StepOf<ReluBackward, true> {
-    int64_t length = 0;
-    Id dz = kAbsent, z = kAbsent, dy = kAbsent;
-    REWIRE_STEP(ReluBackward)
+struct SlotAccess {
+    int32_t slot = 0;
+    Id operand = kAbsent;
+    std::vector<int64_t> strides;
+    int64_t offset = 0;
 };
-struct Add : StepOf<Add, true> {
-    int64_t length = 0;
-    Id a = kAbsent, b = kAbsent, y = kAbsent;
-    bool relu = false;
-    REWIRE_STEP(Add)
+// The gradient of a batch norm in the program: g and g * (x - mean) are in slots that are summed by channel. With factors
+// the gradient of x is deferred: see NormGradientOperands. Else the written g, `dx`, becomes it in place.
+struct NormSums {
+    int32_t index = 0, g = 0, gx = 0;  // of the norm, and slots
+    NormGradientOperands gradients;
+    Id x = kAbsent, dx = kAbsent;
+};
+struct Pointwise : StepOf<Pointwise> {
+    std::vector<int64_t> loops;  // five sizes: see Loops5
+    int32_t channel = 0;         // which of the outer three loops goes over channels
+    int64_t panel_rows = 1;      // runs that a channel has, for the gradients of batch norms: see Channels
+    std::vector<Access> reads;
+    std::vector<NormOperands> norms;
+    std::vector<Instruction> program;
+    std::vector<SlotAccess> writes, sums;
+    std::vector<NormSums> norm_sums;
+    REWIRE_STEP(Pointwise)
+
+   private:
+    int32_t slots() const;
 };
 struct Copy : StepOf<Copy> {
     int64_t length = 0;

@@ -2,41 +2,6 @@
 
 namespace rewire::engine {
 
-void Relu::needs(Needs& n) const {
-    product("the tensor", {length});
-    n.reads("x", x, length);
-    n.writes("y", y, length);
-}
-
-template <class T>
-void Relu::execute(const Run<T>& r) const {
-    relu<T>(r.table, r.at(x), length, r.at(y), r.threads);
-}
-
-void ReluBackward::needs(Needs& n) const {
-    product("the tensor", {length});
-    n.reads("dz", dz, length);
-    n.reads("z", z, length);
-    n.writes("dy", dy, length);
-}
-
-template <class T>
-void ReluBackward::execute(const Run<T>& r) const {
-    rectify_gradient<T>(r.table, r.at(dz), r.at(z), r.at(dy), length, r.threads);
-}
-
-void Add::needs(Needs& n) const {
-    product("the tensor", {length});
-    n.reads("a", a, length);
-    n.reads("b", b, length);
-    n.writes("y", y, length);
-}
-
-template <class T>
-void Add::execute(const Run<T>& r) const {
-    add<T>(r.table, r.at(a), r.at(b), length, relu, r.at(y), r.threads);
-}
-
 void Copy::needs(Needs& n) const {
     product("the tensor", {length});
     n.reads("x", x, length);
@@ -71,9 +36,6 @@ void Dropout::execute(const Run<T>& r) const {
     drop_out<T>(r.table, r.at(x), length, probability, 1 / (1 - probability), r.seeds[size_t(seed)], r.at(y), r.threads);
 }
 
-REWIRE_INSTANTIATE_STEP(Relu)
-REWIRE_INSTANTIATE_STEP(ReluBackward)
-REWIRE_INSTANTIATE_STEP(Add)
 REWIRE_INSTANTIATE_STEP(Copy)
 REWIRE_INSTANTIATE_STEP(Fill)
 REWIRE_INSTANTIATE_STEP(Dropout)

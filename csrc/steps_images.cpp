@@ -33,6 +33,12 @@ struct Sizes {
 
 bool in_panels(const Pool& p) { return p.in.panel != 0; }
 
+// Whether there are as many windows as fit, or one more that begins inside and goes over the end.
+bool follows(int64_t out, int64_t size, int64_t window, int64_t stride, int64_t padding) {
+    const int64_t room = size + 2 * padding - window;
+    return out == room / stride + 1 || (out == room / stride + 2 && room % stride && (out - 1) * stride < size + padding);
+}
+
 // Throws unless the sizes of a pooling fit together; a window has at most so many taps.
 Sizes checked(const Pool& p, int64_t taps) {
     product("the window", {p.kh, p.kw, p.sh, p.sw});
@@ -42,8 +48,8 @@ Sizes checked(const Pool& p, int64_t taps) {
     refuse_unless(p.ph >= 0 && p.pw >= 0 && 2 * int64_t(p.ph) <= p.kh && 2 * int64_t(p.pw) <= p.kw,
                   "padding must not be negative or more than half of the window");
     refuse_unless(p.height + 2 * p.ph >= p.kh && p.width + 2 * p.pw >= p.kw &&
-                      p.out_height == (p.height + 2 * p.ph - p.kh) / p.sh + 1 &&
-                      p.out_width == (p.width + 2 * p.pw - p.kw) / p.sw + 1,
+                      follows(p.out_height, p.height, p.kh, p.sh, p.ph) &&
+                      follows(p.out_width, p.width, p.kw, p.sw, p.pw),
                   "the size of the output does not follow from input, window, stride and padding");
     refuse_unless(in_panels(p) || p.panels == 1, "batch-last images are one panel of the whole batch");
     return sizes;

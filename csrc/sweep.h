@@ -9,17 +9,11 @@
 
 #include "deal.h"
 #include "plan.h"
+#include "strip.h"
 
 namespace rewire {
 
 constexpr int64_t kSoon = 4 << 20;  // bytes of a source that comes from near enough without being asked for
-
-// A tensor, and what it is read through.
-template <class T>
-struct Source {
-    const T* tensor;
-    Reading<T> reading{};
-};
 
 // Where some tiles read: the element for tap shift 0 of position 0, which way a window lies in its ring, and what the
 // tiles after them will read.
@@ -125,6 +119,11 @@ class Sweep {
    public:
     Sweep(const Table<T>& table, const std::vector<const Plan*>& plans, const Source<T>& source, int threads)
         : table_(table), plans_(plans), plan_(*plans.front()), source_(source) {
+        if (plan_.mode == Mode::strip) {
+            for (const Plan* plan : plans) tiles_.push_back(plan->strip_tiles());
+            tasks_ = plan_.h.count ? int64_t(tiles_.front().size()) * plan_.bands() : 0;
+            return;
+        }
         if (plan_.mode != Mode::direct) {
             for (const Plan* plan : plans) tiles_.push_back(plan->columns());
             tasks_ = tiles_.front().empty() || !plan_.h.count ? 0 : plan_.panels() * plan_.bands();
@@ -145,7 +144,7 @@ class Sweep {
 
     // Whether the tasks together read all rows of the source, and can add up its channels on the way.
     bool totals() const {
-        return plan_.packed() && plan_.h.stride == 1 && plan_.origin <= 0 &&
+        return plan_.mode == Mode::window && plan_.h.stride == 1 && plan_.origin <= 0 &&
                plan_.h.count - 1 + plan_.rows.highest >= plan_.height - 1;
     }
     // Whether they can do so beforehand, each for some of what it reads next.
@@ -163,6 +162,7 @@ class Sweep {
     // the channels over what no other task adds.
     template <class Body>
     void run(int64_t task, double* totals, Body&& body) const {
+        if (plan_.mode == Mode::strip) return along_strip(task, body);
         if (plan_.mode != Mode::direct) return slide(task, totals, body);
         for (size_t pass = 0; pass < plans_.size(); pass++) {
             const auto& tiles = tiles_[pass];
@@ -212,6 +212,27 @@ class Sweep {
             if (next < end) from.soon = soon(n, next, std::min(end, next + rows));
             for (size_t pass = 0; pass < plans_.size(); pass++, from.soon = {})
                 place(pass, n, i, std::min(next, plans_[pass]->h.count), from, body);
+        }
+    }
+
+    template <class Body>
+    void along_strip(int64_t task, Body&& body) const {
+        const int64_t blocks = plan_.blocks(), bands = plan_.bands(), band = task / blocks, block = task % blocks;
+        const int64_t left = block * plan_.strips.columns, right = std::min(left + plan_.strips.columns, plan_.w.count);
+        Strip<T> strip(table_, plan_, source_, left, right);
+        const int64_t end = plan_.h.count * (band + 1) / bands, rows = plan_.strips.rows;
+        for (int64_t i = plan_.h.count * band / bands; i < end; i += rows) {
+            const int64_t next = std::min(end, i + rows);
+            const Place<T> from{strip.at(i, next - 1), plan_.phase(i * plan_.h.stride + plan_.origin), {}};
+            for (size_t pass = 0; pass < plans_.size(); pass++) {
+                const Plan& plan = *plans_[pass];
+                if (i >= plan.h.count) continue;
+                Tile tile = tiles_[pass][size_t(block)];
+                plan.h.reached(i, next, tile.kh0, tile.kh1);
+                tile.dst += (plan.h.first + i * plan.h.every) * plan.to.rows * plan.to.lane;
+                tile.len *= int32_t(next - i);
+                body(pass, from, &tile, 1);
+            }
         }
     }
 

@@ -1,5 +1,7 @@
 #include "tensors.h"
 
+#include "topology.h"
+
 #include <limits>
 #include <stdexcept>
 #include <type_traits>
@@ -72,8 +74,10 @@ Vector<T> Arguments::vector(const char* name, const Tensor& given) const {
         refuse(std::string(name) + " must be contiguous, got shape " + text(nb::list(shape)) + " and strides " +
                text(nb::list(strides)));
     }
-    return {reinterpret_cast<T*>(nb::cast<uintptr_t>(call(tensor, known.data_ptr))),
-            nb::cast<int64_t>(call(tensor, known.numel))};
+    const Vector<T> found{reinterpret_cast<T*>(nb::cast<uintptr_t>(call(tensor, known.data_ptr))),
+                          nb::cast<int64_t>(call(tensor, known.numel))};
+    if (!found.data && found.size) refuse(std::string(name) + " has no memory: its storage was resized");
+    return found;
 }
 
 void Arguments::expect(const char* name, int64_t elements, Size size) const {
@@ -103,7 +107,7 @@ uint8_t* Arguments::mask(const char* name, const std::optional<Tensor>& tensor, 
 }
 
 Rows Arguments::rows(const char* indptr_name, const Tensor& indptr, const char* indices_name, const Tensor& indices,
-                     int64_t n_out) const {
+                     int64_t n_in, int64_t n_out) const {
     const auto ptr = vector<int32_t>(indptr_name, indptr);
     const auto all = vector<int32_t>(indices_name, indices);
     if (n_out >= 0) expect(indptr_name, ptr.size, {n_out + 1, "n_out + 1"});
@@ -112,7 +116,12 @@ Rows Arguments::rows(const char* indptr_name, const Tensor& indptr, const char* 
     if (first != 0 || last != all.size)
         refuse(std::string(indptr_name) + " must rise from 0 to the number of " + indices_name + ", " +
                std::to_string(all.size) + ", but goes from " + std::to_string(first) + " to " + std::to_string(last));
-    return {{ptr.data, all.data}, ptr.size - 1, all.size};
+    const Rows found{{ptr.data, all.data}, ptr.size - 1, all.size};
+    const Problem problem = find_problem(found.by_output, found.units, n_in, true, nullptr, 1);
+    if (problem == Problem::count) refuse(std::string(indptr_name) + " falls in between: it must rise");
+    if (problem == Problem::units)
+        refuse(std::string(indices_name) + " must be in [0, " + std::to_string(n_in) + ") and ascend for each output unit");
+    return found;
 }
 
 void Arguments::at_least(const char* name, int64_t given, int64_t least) const {

@@ -56,11 +56,12 @@ class Arguments {
     uint8_t* mask(const char* name, const Tensor&, Size) const;
     uint8_t* mask(const char* name, const std::optional<Tensor>&, Size) const;
 
-    // Of `n_out` units, or as many as `indptr` says; its last element is the number of connections.
+    // Of `n_out` units, or as many as `indptr` says; its last element is the number of connections. Inputs of each unit
+    // ascend and are below `n_in`.
     Rows rows(const char* indptr_name, const Tensor& indptr, const char* indices_name, const Tensor& indices,
-              int64_t n_out = -1) const;
-    Rows rows(const Tensor& indptr, const Tensor& indices, int64_t n_out = -1) const {
-        return rows("indptr", indptr, "indices", indices, n_out);
+              int64_t n_in, int64_t n_out = -1) const;
+    Rows rows(const Tensor& indptr, const Tensor& indices, int64_t n_in, int64_t n_out = -1) const {
+        return rows("indptr", indptr, "indices", indices, n_in, n_out);
     }
 
     // Sizes that int32 indices can reach.

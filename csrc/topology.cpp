@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "bands.h"
+#include "dispatch.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -35,6 +36,30 @@ int64_t first_bad_row(const ByOutput& a, int64_t rows, int64_t inputs, int64_t c
     });
     if (first < rows) return first;
     return a.ptr[rows] == count ? -1 : rows - 1;
+}
+
+Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, bool ascending, const int32_t* places, int threads) {
+    const Bounds& look = bounds();
+    const int64_t count = a.ptr[rows], piece = 1 << 16;
+    bool rises = true;
+    for (int64_t r = 0; r < rows; r++) rises &= a.ptr[r] <= a.ptr[r + 1];
+    if (!rises) return Problem::count;
+    std::atomic<bool> units{true}, in_places{true};
+    std::atomic<int64_t> falls{0};
+    pieces(count, piece, worth_sharing(count, threads), [&](int64_t begin, int64_t end) {
+        if (!look.within(a.indices + begin, end - begin, 0, limit)) units = false;
+        if (places && !look.within(places + begin, end - begin, 0, count)) in_places = false;
+        const int64_t from = std::max<int64_t>(0, begin - 1);
+        if (ascending) falls += look.falls(a.indices + from, end - from);
+    });
+    if (ascending) {  // between rows they may fall
+        for (int64_t r = 0; r < rows; r++) {
+            const int64_t begin = a.ptr[r];
+            falls -= begin > 0 && a.ptr[r + 1] > begin && a.indices[begin] < a.indices[begin - 1];
+        }
+        if (falls) units = false;
+    }
+    return !units ? Problem::units : !in_places ? Problem::places : Problem::none;
 }
 
 void index_by_input(const ByOutput& a, int64_t in_channels, int64_t out_channels, int64_t taps, int32_t* ptr,

@@ -4,9 +4,22 @@ namespace rewire::REWIRE_ISA {
 
 constexpr int64_t kPieces = 16;  // how many pieces ahead to ask for the next ones
 
+template <int N, class T>
+void copy_short(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count) {
+    for (int64_t k = 0; k < count; k++) std::memcpy(to + k * to_step, from + k * from_step, sizeof(T) * N);
+}
+
 template <class T>
 void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t count, int64_t len) {
     constexpr int lanes = kLanes<T>;
+    switch (count > 1 ? len : 0) {
+        case 1: return copy_short<1>(from, from_step, to, to_step, count);
+        case 2: return copy_short<2>(from, from_step, to, to_step, count);
+        case 3: return copy_short<3>(from, from_step, to, to_step, count);
+        case 4: return copy_short<4>(from, from_step, to, to_step, count);
+        case 8: return copy_short<8>(from, from_step, to, to_step, count);
+        case 16: return copy_short<16>(from, from_step, to, to_step, count);
+    }
     if (len == 4 * lanes) {
         for (int64_t k = 0; k < count; k++, from += from_step, to += to_step) {
             if (from_step != len) read_soon<4>(from, kPieces * from_step);
@@ -111,6 +124,41 @@ REWIRE_INLINE void transpose_block<float>(const float* in, int64_t in_row, float
 }
 #endif
 
+// kSide x kSide.
+template <int kSide, class T>
+REWIRE_INLINE void transpose_square(const T* in, int64_t in_row, T* out, int64_t out_row) {
+#if defined(REWIRE_AVX2) || defined(REWIRE_AVX512)
+    if constexpr (std::is_same_v<T, float> && kSide == 8) return transpose_8x8(in, in_row, out, out_row);
+    if constexpr (std::is_same_v<T, float> && kSide == 4) {
+        __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_row), r2 = _mm_loadu_ps(in + 2 * in_row),
+               r3 = _mm_loadu_ps(in + 3 * in_row);
+        _MM_TRANSPOSE4_PS(r0, r1, r2, r3);
+        _mm_storeu_ps(out, r0);
+        _mm_storeu_ps(out + out_row, r1);
+        _mm_storeu_ps(out + 2 * out_row, r2);
+        _mm_storeu_ps(out + 3 * out_row, r3);
+        return;
+    }
+#endif
+    T held[kSide][kSide];
+    for (int i = 0; i < kSide; i++)
+        for (int j = 0; j < kSide; j++) held[j][i] = in[i * in_row + j];
+    for (int j = 0; j < kSide; j++) std::memcpy(out + j * out_row, held[j], sizeof held[j]);
+}
+
+// Squares of this side, and smaller ones for what they leave.
+template <int kSide, class T>
+void transpose_part(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols) {
+    const int64_t down = rows / kSide * kSide, across = cols / kSide * kSide;
+    for (int64_t r = 0; r < down; r += kSide)
+        for (int64_t c = 0; c < across; c += kSide)
+            transpose_square<kSide>(in + r * in_row + c, in_row, out + c * out_row + r, out_row);
+    if constexpr (kSide > 1) {
+        if (across < cols) transpose_part<kSide / 2>(in + across, in_row, out + across * out_row, out_row, down, cols - across);
+        if (down < rows) transpose_part<kSide / 2>(in + down * in_row, in_row, out + down, out_row, rows - down, cols);
+    }
+}
+
 template <class T>
 void transpose(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols) {
     for (int64_t c = 0; c < cols; c += kBlock) {
@@ -121,9 +169,7 @@ void transpose(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t row
                 transpose_block(in + r * in_row + c, in_row, out + c * out_row + r, out_row);
                 continue;
             }
-            for (int64_t j = 0; j < width; j++)
-                for (int64_t i = 0; i < height; i++)
-                    out[(c + j) * out_row + r + i] = in[(r + i) * in_row + c + j];
+            transpose_part<8>(in + r * in_row + c, in_row, out + c * out_row + r, out_row, height, width);
         }
     }
 }

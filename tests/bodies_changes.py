@@ -1,7 +1,7 @@
 """What changes in place something that an output is still to be computed from: torch's answer is due.
 
 ``REFUSED`` says which of them raise, and with what message, where gradients are recorded. Torch refuses all
-of these, too, but for ``NOT_BY_TORCH``.
+of these, too.
 """
 
 from typing import Any
@@ -183,16 +183,15 @@ def statistics_changed(m: Any, x: Tensor) -> Tensor:
 _BY_AUTOGRAD = "modified by an inplace operation"
 REFUSED = {
     **dict.fromkeys(
-        (
-            *("input_shifted", "input_dropped_in_place", "input_written_to"),
-            *("view_of_the_input_changed", "residual_changed"),
-        ),
+        (*("input_dropped_in_place", "input_written_to", "view_of_the_input_changed"),),
         _BY_AUTOGRAD,
     ),
     "input_of_a_layer_changed": "was changed in place",
     "input_of_a_layer_rectified_in_place": "was changed in place",
 }
 # The engine keeps what it has computed for the backward pass in an arena: it may be changed.
-ONLY_BY_TORCH = ("input_rectified_in_place", "input_rectified_in_place_and_added")
-# A function of autograd keeps all its inputs, also those whose numbers its gradient does not need.
-NOT_BY_TORCH = ("residual_changed",)
+ONLY_BY_TORCH = (
+    "input_rectified_in_place",
+    "input_rectified_in_place_and_added",
+    "input_shifted",
+)

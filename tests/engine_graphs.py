@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from rewire.connections import Connections
 from rewire.engine import graph as ir
 from rewire.engine.graph import Graph, InputMeta, Node, Ref
+from rewire.engine.parse.images import inside_groups
 from rewire.ops import topology
 from rewire.ops.topology import Topology
 
@@ -94,20 +96,57 @@ class Builder:
     def relu(self, x: int) -> int:
         return self.node("relu", ir.NOTHING, (x,), self.shape(x))
 
+    def activation(self, x: int, kind: str, p: float = 0.0, q: float = 0.0) -> int:
+        return self.node("activation", ir.Activation(kind, p, q), (x,), self.shape(x))
+
+    def affine(self, x: int, scale: float, shift: float) -> int:
+        return self.node("affine", ir.Affine(scale, shift), (x,), self.shape(x))
+
     def add(self, x: int, y: int) -> int:
-        return self.node("add", ir.NOTHING, (x, y), self.shape(x))
+        return self.binary("add", x, y)
 
-    def max_pool(self, x: int, kernel: int = 2, padding: int = 0) -> int:
-        attrs = ir.Pool((kernel, kernel), (kernel, kernel), (padding, padding))
-        return self.node("max_pool2d", attrs, (x,), self._pooled(x, kernel, padding))
+    def binary(self, op: str, x: int, y: int) -> int:
+        """One of the two has the shape of the result."""
+        shape = torch.broadcast_shapes(self.shape(x), self.shape(y))
+        return self.node(op, ir.NOTHING, (x, y), tuple(shape))
 
-    def avg_pool(self, x: int, kernel: int = 2, padding: int = 0, count: bool = True) -> int:
-        attrs = ir.AvgPool((kernel, kernel), (kernel, kernel), (padding, padding), count)
-        return self.node("avg_pool2d", attrs, (x,), self._pooled(x, kernel, padding))
-
-    def _pooled(self, x: int, kernel: int, padding: int) -> tuple[int, ...]:
+    def grouped(self, x: int, groups: int, each: int = 1, kernel: int = 3, stride: int = 1) -> int:
+        """A dense convolution in groups."""
         batch, channels, *size = self.shape(x)
-        return (batch, channels, *((n + 2 * padding - kernel) // kernel + 1 for n in size))
+        inside, n_out = channels // groups, groups * each
+        topology = inside_groups(channels, n_out, groups, kernel, kernel)
+        self.layers.append(
+            Connections(channels * kernel**2, n_out, topology.indptr, topology.indices)
+        )
+        values, padding = self.input(n_out * inside * kernel**2, 1), kernel // 2
+        sizes = ((n, n) for n in (kernel, stride, padding, 1))
+        attrs = ir.Conv(*sizes, len(self.layers) - 1, False)
+        out = [(n + 2 * padding - kernel) // stride + 1 for n in size]
+        return self.node("conv2d", attrs, (x, values, None), (batch, n_out, *out))
+
+    def cat(self, *parts: int) -> int:
+        batch, _, *size = self.shape(parts[0])
+        channels = sum(self.shape(part)[1] for part in parts)
+        return self.node("cat", ir.NOTHING, parts, (batch, channels, *size))
+
+    def narrow(self, x: int, first: int, last: int) -> int:
+        batch, _, *size = self.shape(x)
+        return self.node("narrow", ir.Narrow(first, last), (x,), (batch, last - first, *size))
+
+    def max_pool(self, x: int, kernel: int = 2, padding: int = 0, ceil: bool = False) -> int:
+        attrs = ir.Pool((kernel, kernel), (kernel, kernel), (padding, padding), ceil)
+        return self.node("max_pool2d", attrs, (x,), self._pooled(x, kernel, padding, ceil))
+
+    def avg_pool(
+        self, x: int, kernel: int = 2, padding: int = 0, count: bool = True, ceil: bool = False
+    ) -> int:
+        attrs = ir.AvgPool((kernel, kernel), (kernel, kernel), (padding, padding), count, ceil)
+        return self.node("avg_pool2d", attrs, (x,), self._pooled(x, kernel, padding, ceil))
+
+    def _pooled(self, x: int, kernel: int, padding: int, ceil: bool) -> tuple[int, ...]:
+        channels_first = torch.empty((1, 1, *self.shape(x)[2:]))
+        size = F.max_pool2d(channels_first, kernel, kernel, padding, 1, ceil).shape[2:]
+        return (*self.shape(x)[:2], *size)
 
     def mean(self, x: int, keepdim: bool = False) -> int:
         shape = self.shape(x)[:2]
@@ -163,6 +202,29 @@ def case(b: Builder, *outputs: int, dtype: torch.dtype = torch.float64, seed: in
     return Case(graph, tensors, built, b.layers, b.scalars)
 
 
+ACTIVATIONS: dict[str, tuple[float, float]] = {
+    "hardtanh": (-0.5, 1.25),
+    "leaky_relu": (0.125, 0.0),
+    "elu": (0.75, 1.5),
+    **dict.fromkeys(("silu", "gelu", "gelu_tanh", "sigmoid", "tanh"), (0.0, 0.0)),
+    **dict.fromkeys(("hardswish", "hardsigmoid"), (0.0, 0.0)),
+    "softplus": (2.0, 3.0),
+}
+TORCH: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "hardtanh": F.hardtanh,
+    "leaky_relu": lambda x, p, q: F.leaky_relu(x, p),
+    "elu": lambda x, p, q: q * F.elu(x, p),
+    "silu": lambda x, p, q: F.silu(x),
+    "gelu": lambda x, p, q: F.gelu(x),
+    "gelu_tanh": lambda x, p, q: F.gelu(x, approximate="tanh"),
+    "sigmoid": lambda x, p, q: torch.sigmoid(x),
+    "tanh": lambda x, p, q: torch.tanh(x),
+    "hardswish": lambda x, p, q: F.hardswish(x),
+    "hardsigmoid": lambda x, p, q: F.relu6(x + 3) / 6,  # torch's gradient has float's 1 / 6
+    "softplus": F.softplus,
+}
+
+
 def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
     """The outputs by plain dense torch; ``masks(node, shape)`` is the noise of a dropout."""
     found: list[Tensor] = []
@@ -185,12 +247,16 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
             y = F.batch_norm(x, *statistics, weight, bias, attrs.training, momentum, attrs.eps)
         elif op == "relu":
             y = F.relu(x)
-        elif op == "add":
-            y = x + rest[0]
+        elif op == "activation":
+            y = TORCH[attrs.kind](x, attrs.p, attrs.q)
+        elif op == "affine":
+            y = x * attrs.scale + attrs.shift
+        elif op in ("add", "sub", "mul", "div"):
+            y = getattr(torch, op)(x, rest[0])
         elif op == "max_pool2d":
-            y = F.max_pool2d(x, attrs.kernel, attrs.stride, attrs.padding)
+            y = F.max_pool2d(x, attrs.kernel, attrs.stride, attrs.padding, 1, attrs.ceil)
         elif op == "avg_pool2d":
-            y = F.avg_pool2d(x, *attrs[:3], False, attrs.count_include_pad)
+            y = F.avg_pool2d(x, *attrs[:3], attrs.ceil, attrs.count_include_pad)
         elif op == "mean":
             y = x.mean((2, 3), keepdim=attrs.keepdim)
         elif op == "slice":
@@ -198,6 +264,10 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
         elif op == "pad":
             _, _, *amounts = attrs.amounts
             y = F.pad(x, (*amounts[4:], *amounts[2:4], *amounts[:2]), value=attrs.value)
+        elif op == "cat":
+            y = torch.cat([x, *rest], 1)
+        elif op == "narrow":
+            y = x[:, attrs.first : attrs.last]
         elif op == "view":
             y = x.reshape(attrs.shape)
         elif op == "dropout":
@@ -226,10 +296,34 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
     def same(x: int, among: list[int]) -> int:
         return rng.choice([y for y in among if b.shape(y) == b.shape(x)])
 
+    def activation(x: int) -> int:
+        kind = rng.choice(list(ACTIVATIONS))
+        return b.activation(x, kind, *ACTIVATIONS[kind])
+
+    def binary(x: int, among: list[int]) -> int:
+        shape = b.shape(x)
+        gates = [(shape[1], *(1,) * (len(shape) - 2)), (1, *shape[1:2], *(1,) * (len(shape) - 2))]
+        gates += [(*shape[:2], *(1,) * (len(shape) - 2))]
+        y = same(x, among) if rng.random() < 0.5 else b.input(*rng.choice(gates))
+        return b.binary(
+            rng.choice(("add", "sub", "mul")), *((x, y) if rng.random() < 0.5 else (y, x))
+        )
+
+    def pointwise(x: int, among: list[int]) -> int:
+        for _ in range(rng.randint(1, 5)):
+            kind = rng.randrange(4)
+            if kind == 0:
+                x = b.affine(x, rng.choice((-0.5, 2.0)), rng.choice((0.0, 1.5)))
+            elif kind == 1:
+                x = b.norm(x, rng.random() < 0.7)
+            else:
+                x = activation(x) if kind == 2 else binary(x, among)
+        return x
+
     for _ in range(rng.randint(1, 12)):
         x = rng.choice(images[-3:])
         batch, channels, height, width = b.shape(x)
-        kind = rng.randrange(16)
+        kind = rng.randrange(23)
         if kind < 2:
             images.append(conv(x))
         elif kind == 2:
@@ -243,9 +337,10 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
         elif kind == 6:
             images.append(b.add(x, same(x, images)))
         elif kind == 7 and min(height, width) > 1:
-            images.append(b.max_pool(x, padding=rng.randint(0, 1)))
+            images.append(b.max_pool(x, 2, rng.randint(0, 1), rng.random() < 0.5))
         elif kind == 8 and min(height, width) > 1:
             images.append(b.avg_pool(x, padding=rng.randint(0, 1), count=rng.random() < 0.5))
+            images.append(b.avg_pool(x, count=False, ceil=True))
         elif kind == 9:
             images.append(b.slice(x, rng.randint(1, 2), rng.randint(1, 3)))
         elif kind == 10:
@@ -255,11 +350,20 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
         elif kind == 11:
             keep = rng.random() < 0.5
             (images if keep else flats).append(b.mean(x, keepdim=keep))
+        elif kind >= 20:
+            first = rng.randrange(channels)
+            part = b.narrow(x, first, rng.randint(first + 1, channels))
+            like = [y for y in images if b.shape(y)[2:] == (height, width)]
+            images.append(part if kind == 20 else b.cat(part, x, rng.choice(like)))
+        elif kind == 19:
+            images.append(b.grouped(x, channels, rng.randint(1, 2), stride=rng.randint(1, 2)))
+        elif kind >= 17:
+            images.append(pointwise(x, images))
         elif kind == 12:
             flats.append(b.view(x, batch, channels * height * width))
         elif flats:
             y = rng.choice(flats[-2:])
-            choice = rng.randrange(5)
+            choice = rng.randrange(6)
             if choice == 0:
                 y = b.linear(y, rng.randint(1, 7))
             elif choice == 1:
@@ -268,6 +372,8 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
                 y = b.dropout(y)
             elif choice == 3:
                 y = b.norm(y)
+            elif choice == 4:
+                y = pointwise(b.narrow(b.cat(y, y), 1, b.shape(y)[1] + 1), flats)
             else:
                 y = b.add(y, same(y, flats))
             flats.append(y)

@@ -49,14 +49,14 @@ def assert_as_dense(layer: Layer, x: Tensor | None = None) -> None:
     (expected * weights).sum().backward()
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad, **close)
     assert dense.weight.grad is not None
-    grad = flat(dense.weight.grad)[layer.connections.outputs(), layer.connections.inputs()]
+    grad = flat(dense.weight.grad)[layer.connections.outputs(), layer.connections.columns()]
     torch.testing.assert_close(layer.values.grad, grad[:, None], **close)
     if layer.bias is not None and dense.bias is not None:
         torch.testing.assert_close(layer.bias.grad, dense.bias.grad, **close)
 
 
 def flat(weight: Tensor) -> Tensor:
-    """A dense weight with its columns in the order of our input units: taps first."""
+    """A dense weight with its columns in our order: taps first."""
     return weight if weight.dim() == 2 else weight.permute(0, 2, 3, 1).flatten(1)
 
 

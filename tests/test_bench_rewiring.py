@@ -1,4 +1,4 @@
-"""``rewire bench rewiring``: what it measures, shows and writes, and that its RigL is RigL. No speed."""
+"""``rewire bench rewiring``: what it measures, shows and writes, and that its RigL is ours. No speed."""
 
 import json
 import math
@@ -9,12 +9,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rewire import GSE, Connections, Rewirer, SparseLinear
+from rewire import GSE, Rewirer, RigL
 from rewire.bench import rewiring, rewiring_show
 from rewire.bench.rewiring import Cost
 from rewire.cli import app
-from rewire.ops.reference import LINEAR
-from rewire.sampling import Batch
 
 METHODS = ["uniform", "grabo", "graest", "RigL"]
 
@@ -93,32 +91,17 @@ def test_each_method_rewires_the_layer_once_for_each_sample(
     assert all(r.turnover == pytest.approx(0.2, rel=1e-3) for r in uniform.history)
 
 
-@pytest.mark.parametrize("block", [1, 30, 100, 10_000])
-def test_the_largest_gradients_are_those_of_the_dense_gradient(block: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-    active = Connections.random(30, 20, 150, generator)
-    x, dy = torch.randn(8, 30, generator=generator), torch.randn(8, 20, generator=generator)
-    gradient = (dy.t() @ x).abs().flatten()
-    gradient[active.keys()] = -1
-    for count in (1, 40, 450):
-        found = rewiring.largest_gradients(Batch(LINEAR, x, dy), active, count, block)
-        assert torch.equal(found.keys(), gradient.topk(count).indices.sort().values)
+def test_the_rigl_that_is_timed_is_the_one_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    timed: list[Rewirer] = []
+    cost = rewiring.Training.cost
 
+    def spy(self: rewiring.Training, rewirer: Rewirer) -> tuple[float, float]:
+        timed.append(rewirer)
+        return cost(self, rewirer)
 
-def test_rigl_is_the_limit_of_gse() -> None:
-    """GSE that considers every inactive connection does the same."""
-    found = []
-    for method in (rewiring.RigL, GSE):
-        generator = torch.Generator().manual_seed(1)
-        layer = SparseLinear(40, 30, connections=200, generator=generator)
-        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-        more: dict[str, Any] = {"subset": 1e6} if method is GSE else {}
-        rewirer = method(layer, optimizer, every=1, until=9, **more)
-        layer(torch.randn(8, 40, generator=generator)).square().sum().backward()
-        optimizer.step()
-        rewirer.step()
-        found.append(layer.connections.keys())
-    assert torch.equal(*found)
+    monkeypatch.setattr(rewiring.Training, "cost", spy)
+    rewiring.measure(30, rewiring.Plan(batch=2), rounds=1)
+    assert [type(rewirer) for rewirer in timed[:4]] == [GSE, GSE, GSE, RigL]
 
 
 def test_growth_is_fitted_below_and_above() -> None:

@@ -291,8 +291,8 @@ STEPS: list[tuple[Any, str]] = [
         "Dropout: seed must be the index of a seed, got -1",
     ),
     (
-        lambda: n().Relu(length=0, x=0, y=1),
-        "Relu: the tensor has a size of 0, sizes must be at least 1",
+        lambda: n().Copy(length=0, x=0, y=1),
+        "Copy: the tensor has a size of 0, sizes must be at least 1",
     ),
     (lambda: n().Copy(length=BIG, x=0, y=1), "Copy: the tensor is too large for any memory"),
     (lambda: n().Fill(length=3, value=1.0, y=-1), "Fill: y must be an operand, got -1"),
@@ -306,18 +306,18 @@ def test_steps_that_make_no_sense(make_step: Any, problem: str) -> None:
 
 
 def test_steps_are_read_only_and_take_keywords_alone() -> None:
-    relu = n().Relu(length=3, x=0, y=1)
-    assert (relu.name, relu.length, relu.x, relu.y) == ("Relu", 3, 0, 1)
-    assert relu.fields == ("length", "x", "y")
-    assert repr(relu) == "Relu(length=3, x=0, y=1)"
+    copy = n().Copy(length=3, x=0, y=1)
+    assert (copy.name, copy.length, copy.x, copy.y) == ("Copy", 3, 0, 1)
+    assert copy.fields == ("length", "x", "y")
+    assert repr(copy) == "Copy(length=3, x=0, y=1)"
     with pytest.raises(AttributeError):
-        relu.length = 4
+        copy.length = 4
     with pytest.raises(TypeError):
-        n().Relu(3, 0, 1)
+        n().Copy(3, 0, 1)
     with pytest.raises(TypeError):
-        n().Relu(length=2**63, x=0, y=1)
+        n().Copy(length=2**63, x=0, y=1)
     with pytest.raises(TypeError):
-        n().Relu(length=3, x=2**31, y=1)
+        n().Copy(length=3, x=2**31, y=1)
 
 
 def test_the_stubs_are_those_of_the_extension() -> None:
@@ -364,18 +364,18 @@ def external(count: int) -> list[Any]:
 
 
 def test_operands_that_are_not_there() -> None:
-    with refused("step 1 (Relu): y (operand 2) does not exist: there are 2"):
-        n().f32.Plan([n().Relu(length=3, x=0, y=1), n().Relu(length=3, x=0, y=2)], external(2))
+    with refused("step 1 (Copy): y (operand 2) does not exist: there are 2"):
+        n().f32.Plan([n().Copy(length=3, x=0, y=1), n().Copy(length=3, x=0, y=2)], external(2))
     with refused("step 0 is None"):
         n().f32.Plan([None], external(2))
 
 
 def test_an_operand_is_of_one_kind() -> None:
-    with refused("step 1 (Relu): x (operand 1) holds bytes elsewhere and values here"):
+    with refused("step 1 (Copy): x (operand 1) holds bytes elsewhere and values here"):
         n().f32.Plan(
             [
                 n().MaxPool(pool=pool(1, 4, 2, 6, 6, 3, 3, 2, 2, 2, 2, 0, 0), x=0, y=2, which=1),
-                n().Relu(length=3, x=1, y=2),
+                n().Copy(length=3, x=1, y=2),
             ],
             external(3),
         )
@@ -404,10 +404,10 @@ def test_parts_of_the_arena(offset: int, size: int, problem: str) -> None:
 
 def test_a_part_of_the_arena_is_large_enough_for_every_step() -> None:
     operands = [n().External(), n().Arena(0, 64)]
-    relu = n().Relu(length=16, x=0, y=1)
-    n().f32.Plan([relu], operands, 64)
-    with refused("step 0 (Relu): y (operand 1) has 64 bytes in the arena, needs 128"):
-        n().f64.Plan([relu], operands, 64)
+    copy = n().Copy(length=16, x=0, y=1)
+    n().f32.Plan([copy], operands, 64)
+    with refused("step 0 (Copy): y (operand 1) has 64 bytes in the arena, needs 128"):
+        n().f64.Plan([copy], operands, 64)
     with refused("the arena has -1 bytes"):
         n().f64.Plan([], [], -1)
 
@@ -426,14 +426,14 @@ def test_nothing_is_written_where_it_is_read() -> None:
         n().f32.Plan([forward(y=6)], external(7))
     with refused("step 0 (ConvForward): mean (operand 8) is written where variance (operand 8) is"):
         n().f32.Plan([forward(mean=8, variance=8)], external(9))
-    relu = n().Relu(length=32, x=0, y=1)
+    noise = n().Dropout(length=32, probability=0.5, seed=0, x=0, y=1)
     same = [n().Arena(0, 128), n().Arena(0, 128)]
-    n().f32.Plan([relu], same, 256)
-    with refused("step 0 (Relu): y (operand 1) is written where x (operand 0) is"):
-        n().f32.Plan([relu], [n().Arena(0, 128), n().Arena(64, 128)], 256)
+    n().f32.Plan([noise], same, 256)
+    with refused("step 0 (Dropout): y (operand 1) is written where x (operand 0) is"):
+        n().f32.Plan([noise], [n().Arena(0, 128), n().Arena(64, 128)], 256)
     with refused("step 0 (Copy): y (operand 1) is written where x (operand 0) is"):
         n().f32.Plan([n().Copy(length=32, x=0, y=1)], same, 256)
-    n().f32.Plan([relu], [n().Arena(0, 128), n().Arena(128, 128)], 256)
+    n().f32.Plan([noise], [n().Arena(0, 128), n().Arena(128, 128)], 256)
 
 
 # Runs

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from engine_models import Identity, Reverse, Square, close, converted, loss_of
+import rewire
+from engine_models import Identity, Reverse, Square, close, loss_of
 from rewire.engine import ops, use_engine
 from rewire.engine.lazy import LazyTensor
 
@@ -69,6 +70,26 @@ def _shortcut(m: Any, x: Tensor) -> Tensor:
     return y[:, 1:]
 
 
+def _tokens(m: Any, x: Tensor) -> Tensor:
+    """(N, places, channels), as transformers have them."""
+    y = x.flatten(2).transpose(1, 2)
+    y = y + m.out(F.relu(m.token(m.layer_norm(y))))
+    return y.transpose(1, 2).reshape(x.shape)
+
+
+def _channels_last(m: Any, x: Tensor) -> Tensor:
+    """As a ConvNeXt has them; what views share the memory of x may be changed."""
+    y = m.out(F.relu(m.token(m.layer_norm(x.permute(0, 2, 3, 1)))))
+    return x + y.permute(0, 3, 1, 2)
+
+
+def _mixed(m: Any, x: Tensor) -> Tensor:
+    """Layers on the places of tokens, as an MLP-Mixer has them."""
+    y = m.layer_norm(m.out(m.token(x.flatten(2).transpose(-1, -2))))
+    y = y + m.places(y.transpose(1, 2)).transpose(1, 2)
+    return y.permute(0, 2, 1).view(x.shape)
+
+
 # Every one takes and gives (N, CHANNELS, SIZE, SIZE).
 UNARY: dict[str, Any] = {
     "conv0": lambda m, x: m.convs[0](x),
@@ -88,6 +109,22 @@ UNARY: dict[str, Any] = {
     "silu": lambda m, x: F.silu(x),
     "cat": lambda m, x: torch.cat(x.chunk(3, 1)[::-1], 1),
     "mul": lambda m, x: x * 0.5,
+    "pool up": lambda m, x: F.interpolate(F.max_pool2d(x, 2, 2, 0, 1, True), x.shape[2:]),
+    "narrow": lambda m, x: torch.cat([x[:, 1:], torch.narrow(x, 1, 0, 1)], 1),
+    "split": lambda m, x: torch.cat([F.relu(part) for part in x.split(2, 1)], 1),
+    "depthwise": lambda m, x: m.depthwise(x),
+    "one minus": lambda m, x: 1 - x / 2,
+    "gelu": lambda m, x: F.gelu(x, approximate="tanh"),
+    "gate": lambda m, x: x * torch.sigmoid(x.mean((2, 3), keepdim=True)),
+    "gate of norm": lambda m, x: F.hardswish(m.norms[0](x)) * m.norms[0].weight[:, None, None],
+    "unknown": lambda m, x: torch.sin(x),
+    "clip": lambda m, x: F.relu6(x),
+    "swish": lambda m, x: x * x.sigmoid(),
+    "tokens": _tokens,
+    "channels last": _channels_last,
+    "mixed": _mixed,
+    "rows": lambda m, x: F.rms_norm(m.rows(x), (SIZE,), eps=1e-3) + x,
+    "heads": lambda m, x: m.token(x.transpose(1, 3)).permute(0, 3, 2, 1)[:, :CHANNELS],
     "function": lambda m, x: Reverse.apply(x),
     "identity": lambda m, x: Identity.apply(x),
     "square": lambda m, x: Square.apply(torch.tanh(x)),
@@ -108,6 +145,7 @@ UNARY: dict[str, Any] = {
 IN_PLACE: dict[str, Any] = {
     "relu_": lambda m, x: F.relu(x, inplace=True),
     "mul_": lambda m, x: x.mul_(0.5),
+    "moved_": lambda m, x: x.permute(0, 2, 3, 1).relu_().permute(0, 3, 1, 2),
     "half_": lambda m, x: _write(x),
 }
 
@@ -150,7 +188,11 @@ class Program(nn.Module):
         self.convs = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(3))
         self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(2))
         self.linear = nn.Linear(CHANNELS * SIZE * SIZE, CHANNELS * SIZE * SIZE)
+        self.depthwise = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, groups=CHANNELS)
         self.inner = Inner()
+        self.token, self.out = nn.Linear(CHANNELS, 5), nn.Linear(5, CHANNELS)
+        self.places, self.rows = nn.Linear(SIZE * SIZE, SIZE * SIZE), nn.Linear(SIZE, SIZE)
+        self.layer_norm = nn.LayerNorm(CHANNELS)
         self.steps, self.kept = steps, []
 
     def forward(self, x: Tensor) -> Any:
@@ -203,7 +245,7 @@ steps = st.lists(
 
 def check(program: list[tuple[str, int, int, bool]], training: bool, grad: bool, seed: int) -> None:
     torch.manual_seed(seed)
-    on = converted(Program(program)).train(training)
+    on = rewire.sparsify(Program(program).double(), 0.5, keep_dense="depthwise").train(training)
     off = copy.deepcopy(on)
     use_engine(off, False)
     x = torch.randn(4, CHANNELS, SIZE, SIZE, dtype=torch.float64)

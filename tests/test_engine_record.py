@@ -132,7 +132,8 @@ def test_models(name: str, recorded: Recorded) -> None:
             part.p = 0.0  # the engine has noise of its own
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     same(model.eval(), x)
-    assert len(recorded.graphs) == (0 if name == "vit" else 2)  # its head is a layer by itself
+    # Attention divides a transformer; layers by themselves have no graphs.
+    assert len(recorded.graphs) == (10 if name == "vit" else 2)
     same(model.train(), x)
 
 
@@ -223,7 +224,7 @@ def test_what_nobody_keeps_does_not_escape(recorded: Recorded) -> None:
             z = y + x
             del y
             z = self.c(z)
-            return torch.sigmoid(z)
+            return torch.sin(z)
 
     model = converted(nn.Sequential(Forgetful()))
     model(image())

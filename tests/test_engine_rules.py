@@ -148,7 +148,7 @@ def test_a_residual_sum_is_done_with_its_batch_norm() -> None:
     n = b.norm(b.conv(b.input(2, 3, 4, 4), 3))
     total = b.add(n, n)
     assert rules.residual_sum(uses(b), total) is None
-    assert steps(b)[0][-1] == "Add"
+    assert steps(b)[0][-1] == "Pointwise + add"
 
 
 def test_the_gradient_of_a_residual_sum_is_computed_by_the_convolution_that_reads_it_first() -> (

@@ -158,3 +158,14 @@ def test_exact_budgets_hold_what_was_asked_for() -> None:
     assert rewire.summary(rewire.sparsify(model, 0.5, exact=True), show=False).connections == 5002
     with pytest.raises(ValueError, match="epsilon cannot be exact"):
         assign(layers, epsilon=1.0, exact=True)
+
+
+@pytest.mark.parametrize("subset", ["nan", "0", "-1"])
+def test_a_subset_that_is_none(subset: str) -> None:
+    found = run("--subset", subset)
+    assert found.exit_code == 1
+    assert f"--subset must be above 0, got {float(subset)}" in found.output
+
+
+def test_everything_is_a_subset() -> None:
+    assert run("--subset", "inf").exit_code == 0

@@ -59,7 +59,7 @@ def changes(steps: int, make: Make = mlp, **options: Any) -> list[int]:
 
 def test_rewirings_happen_every_so_often_and_the_fraction_follows_the_cosine() -> None:
     active = sum(map(len, keys_of(mlp())))
-    counts = changes(20, every=3, until=16, fraction=0.37, subset=100.0)
+    counts = changes(20, every=3, until=16, fraction=0.37, subset=math.inf)
     for t, count in enumerate(counts, start=1):
         alpha = 0.37 / 2 * (1 + math.cos(math.pi * t / 16)) if t % 3 == 0 and t < 16 else 0
         assert count == math.ceil(alpha * active)
@@ -77,7 +77,7 @@ def test_a_callable_fraction_is_taken_as_it_is_up_to_until() -> None:
         return 0.01 * t
 
     active = sum(map(len, keys_of(mlp())))
-    counts = changes(14, every=5, until=10, fraction=fraction, subset=100.0)
+    counts = changes(14, every=5, until=10, fraction=fraction, subset=math.inf)
     expected = {5: math.ceil(0.05 * active), 10: math.ceil(0.1 * active)}
     assert counts == [expected.get(t, 0) for t in range(1, 15)]
     assert set(seen) <= {5, 10}
@@ -148,7 +148,7 @@ def test_the_subset_is_drawn_from_the_first_micro_batch(make: Make, distribution
 def test_micro_batches_of_a_step_before_do_not_count(distribution: str) -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    options: dict[str, Any] = {"subset": 100.0, "distribution": distribution, "until": LONG}
+    options: dict[str, Any] = {"subset": math.inf, "distribution": distribution, "until": LONG}
     rewirer = rewire.GSE(model, optimizer, every=2, fraction=0.2, **options)
     for step in range(6):
         outcome = one_step(
@@ -209,7 +209,7 @@ def test_passes_without_backward_do_not_matter(distribution: str) -> None:
 
 
 def test_the_gradient_is_that_of_the_weights_before_the_update() -> None:
-    outcome = once(mlp, lr=5.0, subset=1e6, fraction=constant(0.2))
+    outcome = once(mlp, lr=5.0, subset=math.inf, fraction=constant(0.2))
     assert_grows(outcome, inactive_of(mlp()), 0.2, "global")
 
 

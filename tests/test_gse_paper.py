@@ -4,6 +4,7 @@ Here one rewiring against the dense gradient, and its limits; other files have t
 """
 
 import copy
+import math
 import pickle
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_figure_1(distribution: str, scope: str) -> None:
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.0)
     rewirer = rewire.GSE(
         *(layer, optimizer),
-        **{"every": 1, "until": LONG, "fraction": 0.25, "subset": 100.0},
+        **{"every": 1, "until": LONG, "fraction": 0.25, "subset": math.inf},
         **{"distribution": distribution, "scope": scope},
     )
     x = torch.tensor([[0.1, 0.3, 1.0]], dtype=torch.float64)
@@ -217,7 +218,7 @@ def test_tiny_layers_and_a_large_fraction(scope: str) -> None:
         sizes = ((12, 6, 2), (6, 5, 3), (5, 4, 1), (4, 5, 2))
         return nn.Sequential(*(SparseLinear(a, b, connections=n, **options) for a, b, n in sizes))
 
-    outcome = once(make, subset=50.0, fraction=constant(0.99), scope=scope)
+    outcome = once(make, subset=math.inf, fraction=constant(0.99), scope=scope)
     assert_prunes(outcome, scope)
     assert sum(map(len, outcome.after)) == 8
     assert all(outcome.after)
@@ -234,22 +235,38 @@ def test_tiny_layers_and_a_large_fraction(scope: str) -> None:
 @distributions
 @pytest.mark.parametrize("make", [mlp, cnn])
 def test_a_huge_subset_grows_what_rigl_grows(make: Make, distribution: str, scope: str) -> None:
-    outcome = once(make, subset=1e6, fraction=constant(0.3), distribution=distribution, scope=scope)
+    outcome = once(
+        make, subset=math.inf, fraction=constant(0.3), distribution=distribution, scope=scope
+    )
     assert_grows(outcome, inactive_of(make()), 0.3, scope)
     assert_prunes(outcome, scope)
 
 
 @distributions
-def test_a_subset_just_as_large_as_what_is_inactive_is_all_of_it(distribution: str) -> None:
-    """ceil(subset * |A|) >= |W - A|, against one connection fewer."""
+def test_a_large_subset_is_drawn_with_replacement(distribution: str) -> None:
+    """However many draws there are, they are draws: a part of what is inactive is missed."""
 
     def make() -> nn.Module:
         return SparseLinear(9, 8, connections=40, dtype=torch.float64, generator=seeded(2))
 
     batches = [(normal(4, 9), normal(4, 8, seed=1))]  # 32 are inactive
     options: dict[str, Any] = {"distribution": distribution, "loss": weighted_sum}
-    assert sample(make, batches, subset=31.5 / 40, **options) == inactive_of(make())
-    assert sample(make, batches, subset=30.5 / 40, **options) != inactive_of(make())
+    for gamma in (31.5 / 40, 1.0):  # as many draws as there are inactive connections, and more
+        (found,) = sample(make, batches, subset=gamma, **options)
+        assert 5 < len(found) < 32
+    everything = sample(make, batches, subset=math.inf, **options)
+    assert everything == inactive_of(make())
+
+
+def test_a_hundred_draws_per_connection_miss_what_chance_misses() -> None:
+    """At 98 % and gamma = 100 there are two draws for each connection: a share of exp(-2) is missed."""
+    active = Connections.random(60, 50, 60, seeded(2))
+    layer = SparseLinear(60, 50, connections=active, dtype=torch.float64)
+    rewirer = rewire.GSE(layer, torch.optim.SGD(layer.parameters()), every=1, until=9, subset=100.0)
+    layer(normal(4, 60)).square().sum().backward()
+    (found,) = rewirer.subsets.values()
+    expected = (3000 - 60) * (1 - (1 - 1 / 3000) ** (100 * 60))
+    assert abs(len(found) - expected) < 80  # five deviations; all would be 400 more
 
 
 @distributions

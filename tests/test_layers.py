@@ -67,7 +67,9 @@ def test_bad_densities(make: Make, options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        ((4, 6, 3), {"groups": 2}, "groups=1, got 2"),
+        ((4, 6, 3), {"groups": 3}, "groups must divide both"),
+        ((6, 4, 3), {"groups": 3}, "groups must divide both"),
+        ((4, 6, 3), {"groups": 0}, "groups must divide both"),
         ((0, 6, 3), {}, "channels must be positive"),
         ((4, -1, 3), {}, "channels must be positive"),
         ((4, 6, 0), {}, "kernel_size"),

@@ -120,9 +120,12 @@ def test_from_dense_refuses_bad_choices(make: Make) -> None:
         convert(dense, sparsity=1.5)
 
 
-def test_from_dense_refuses_groups() -> None:
-    with pytest.raises(ValueError, match="groups=1"):
-        SparseConv2d.from_dense(nn.Conv2d(4, 4, 3, groups=2), sparsity=0.5)
+def test_from_dense_keeps_groups() -> None:
+    dense = nn.Conv2d(4, 6, 3, groups=2)
+    layer = SparseConv2d.from_dense(dense, sparsity=0.5)
+    assert (layer.groups, layer.count, layer.density) == (2, 54, 0.5)
+    kept = layer.to_dense().weight
+    assert torch.equal(kept, torch.where(kept != 0, dense.weight, 0))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ SCOPES = ["global", "layer"]
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 @pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("subset", [0.3, 1.0, 1e9])
+@pytest.mark.parametrize("subset", [0.3, 1.0, 50.0, math.inf])
 def test_gse_against_dense(distribution: str, scope: str, subset: float) -> None:
     model = net()
     optimizer = sgd(model)
@@ -55,15 +55,19 @@ def test_gse_against_dense(distribution: str, scope: str, subset: float) -> None
             layer = layers(model)[name]
             total = layer.n_in * layer.n_out
             assert not set(s.tolist()) & before[name]
-            free, drawn = total - len(before[name]), math.ceil(subset * len(before[name]))
-            assert len(s) == free if drawn >= free else 0 < len(s) <= drawn
+            free, count = total - len(before[name]), len(before[name])
+            if subset < math.inf:
+                assert len(s) <= min(free, math.ceil(subset * count))
+            elif scope == "layer":  # of everything, what grows is listed
+                assert len(s) == min(free, count - 1, sampling.ceil(alpha * count))
             expected = truth[name].flatten()[s]
             torch.testing.assert_close(gradients[name], expected, rtol=1e-3, atol=1e-6)
         groups = [list(before)] if scope == "global" else [[name] for name in before]
         for group in groups:
             count = sum(len(before[name]) for name in group)
             size = sum(len(subsets[name]) for name in group)
-            k = min(sampling.ceil(alpha * count), size)
+            spare = sum(len(before[name]) - 1 for name in group)
+            k = min(sampling.ceil(alpha * count), size, spare)
             grown = [(name, key) for name in group for key in after[name] - before[name]]
             pruned = [(name, key) for name in group for key in before[name] - after[name]]
             assert len(grown) == len(pruned) == k
@@ -74,6 +78,11 @@ def test_gse_against_dense(distribution: str, scope: str, subset: float) -> None
                 for key, g in zip(subsets[n].tolist(), gradients[n].tolist(), strict=True)
             }
             others = [v for key, v in score.items() if key not in set(grown)]
+            if subset == math.inf:
+                inactive = {(n, key) for n in group for key in range(truth[n].numel())}
+                inactive -= {(n, key) for n in group for key in before[n]}
+                others = [float(truth[n].flatten()[key].abs()) for n, key in inactive - set(grown)]
+                others = [v * (1 - 1e-4) for v in others]  # the dense gradient is torch's
             if grown and others:
                 assert min(score[key] for key in grown) >= max(others)
             best = {(n, max(weights[n], key=lambda key, n=n: abs(weights[n][key]))) for n in group}
@@ -94,7 +103,8 @@ def test_gse_against_dense(distribution: str, scope: str, subset: float) -> None
             assert part.active == len(after[name])
             assert part.grown == len(after[name] - before[name])
             assert part.pruned == len(before[name] - after[name])
-            assert part.subset == len(subsets[name])
+            everything = layer.n_in * layer.n_out - len(before[name])
+            assert part.subset == (everything if subset == math.inf else len(subsets[name]))
 
 
 def test_a_subset_as_small_as_the_fraction_grows_the_sample_itself() -> None:
@@ -148,7 +158,7 @@ def test_a_layer_used_twice_is_one_layer() -> None:
             return self.again(torch.tanh(self.fc(x)))  # type: ignore[no-any-return]
 
     model = rewire.sparsify(Twice(), sparsity=0.7)
-    rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=1e6)
+    rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=math.inf)
     x = torch.randn(4, 10)
     dense = rewire.densify(copy.deepcopy(model))
     dense(x).square().sum().backward()
@@ -166,7 +176,7 @@ def test_a_layer_used_twice_is_one_layer() -> None:
 def test_gradients_are_those_behind_a_relu(engine: bool) -> None:
     model = net()
     rewire.use_engine(model, engine)
-    rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=1e6)
+    rewirer = rewire.GSE(model, sgd(model), every=1, until=9, subset=math.inf)
     truth = dense_gradients(model, 0)
     backward(model, 0)
     for name, gradient in rewirer.gradients.items():
@@ -183,7 +193,7 @@ def test_sequences_and_single_samples_are_seen() -> None:
         (conv, torch.randn(2, 6, 6)),
         (conv, torch.randn(4, 2, 6, 6)),
     ):
-        rewirer = rewire.GSE(module, sgd(module), every=1, until=9, subset=1e6)
+        rewirer = rewire.GSE(module, sgd(module), every=1, until=9, subset=math.inf)
         dense = module.to_dense()
         dense(x).square().sum().backward()
         module(x).square().sum().backward()

@@ -25,6 +25,7 @@ pytestmark = [
 REFUSALS = (
     "was changed in place",  # before what reads it was computed
     "changes a tensor in place that shares its memory with a view, and C++ code holds",
+    "failed in the TorchScript interpreter",  # which loses what it was
 )
 
 

@@ -158,10 +158,11 @@ def test_the_papers_numbers() -> None:
     assert (found.accuracy, found.source) == (85.1, "Table 1")
     assert paper.lookup({**config, "subset": 2.0}) is None
     assert paper.lookup({**config, "sparsity": 0.97}) is None
-    longer = paper.lookup({**config, "dataset": "cifar100", "model": "vit", "extend": 1.5})
+    other = {"dataset": "cifar100", "model": "vit"}
+    longer = paper.lookup(vars(resolve({**other, "sparsity": 0.98, "extend": 1.5})))
     assert longer is not None
     assert (longer.accuracy, longer.deviation, longer.source) == (45.3, 1.1, "Table 4")
-    dense = paper.lookup({**config, "method": "dense", "dataset": "cifar100", "model": "vit"})
+    dense = paper.lookup(vars(resolve({**other, "method": "dense"})))
     assert dense is not None
     assert dense.accuracy == 58.8
 
@@ -175,6 +176,15 @@ def test_they_are_beside_ours(tmp_path: Path) -> None:
         '84.0<small>±1.4</small></b><span class="printed">85.1 (\N{MINUS SIGN}1.1)</span>' in shown
     )
     assert '80.0<span class="printed">83.7 (\N{MINUS SIGN}3.7)</span>' in shown
+
+
+def test_runs_of_other_settings_have_no_distance_but_what_differs(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 0.84, sparsity=0.98, every=100, warmup=5.0)
+    write_run(tmp_path / "b", 0.6, method="dense", dataset="cifar100", model="vit")
+    shown = report(tmp_path, out=tmp_path / "report.html")
+    assert '84.0<span class="printed">the paper has every 1000, warmup 0</span>' in shown
+    assert "85.1" not in shown
+    assert "58.8 % in Tables 1 and 3, and 60.3 % in Table 5" in shown
 
 
 SETTINGS: dict[str, list[dict[str, Any]]] = {
@@ -308,7 +318,7 @@ def test_rounds_are_runs_and_sweeps_may_share_them(tmp_path: Path) -> None:
             whole / f"round-{index}", 0.71 + sparsity / 10, method="static", sparsity=sparsity
         )
         settings = (path / "config.toml").read_text().replace("static", "lottery")
-        (path / "config.toml").write_text(settings + "rounds = []\n")
+        (path / "config.toml").write_text(settings + 'rounds = []\ninitial = "fan-in"\n')
     (sweeps[1] / "runs" / "gse").symlink_to(there / "gse")
     shown = report(tmp_path, out=tmp_path / "report.html")
     assert "runs: 4 finished" in shown

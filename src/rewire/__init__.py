@@ -6,6 +6,8 @@ from rewire.connections import Connections
 from rewire.engine import use_engine
 from rewire.engine.explain import explain
 from rewire.engine.explanation import Explanation
+from rewire.equivalents import register_layer
+from rewire.initial import reinitialize
 from rewire.methods import (
     DSR,
     GSE,
@@ -30,10 +32,18 @@ from rewire.methods import (
 )
 from rewire.nn import (
     ConnectedLayer,
+    MaskedConv1d,
     MaskedConv2d,
+    MaskedConv3d,
+    MaskedConvTranspose1d,
+    MaskedConvTranspose2d,
     MaskedLayer,
     MaskedLinear,
+    SparseConv1d,
     SparseConv2d,
+    SparseConv3d,
+    SparseConvTranspose1d,
+    SparseConvTranspose2d,
     SparseLayer,
     SparseLinear,
     SparseMultiheadAttention,
@@ -61,7 +71,11 @@ __all__ = [
     "LayerRewiring",
     "LayerSummary",
     "Lottery",
+    "MaskedConv1d",
     "MaskedConv2d",
+    "MaskedConv3d",
+    "MaskedConvTranspose1d",
+    "MaskedConvTranspose2d",
     "MaskedLayer",
     "MaskedLinear",
     "PerformanceWarning",
@@ -69,7 +83,11 @@ __all__ = [
     "Rewiring",
     "RigL",
     "Site",
+    "SparseConv1d",
     "SparseConv2d",
+    "SparseConv3d",
+    "SparseConvTranspose1d",
+    "SparseConvTranspose2d",
     "SparseLayer",
     "SparseLinear",
     "SparseMultiheadAttention",
@@ -84,6 +102,8 @@ __all__ = [
     "export",
     "grasp",
     "load",
+    "register_layer",
+    "reinitialize",
     "save",
     "snip",
     "sparsify",

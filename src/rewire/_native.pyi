@@ -48,6 +48,7 @@ def draw(
     n_out: int,
     inputs: Tensor | None,
     outputs: Tensor | None,
+    groups: int,
     indptr: Tensor,
     indices: Tensor,
     to_indptr: Tensor,
@@ -626,6 +627,111 @@ class LinearRowsInputGradient(Step):
         dx: int,
     ) -> None: ...
 
+class LayerNormForward(Step):
+    @property
+    def panels(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def centered(self) -> bool: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def bias(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def scale(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        panels: int,
+        channels: int,
+        columns: int,
+        eps: float = ...,
+        centered: bool = ...,
+        weight: int = ...,
+        bias: int = ...,
+        x: int,
+        y: int,
+        mean: int = ...,
+        scale: int = ...,
+    ) -> None: ...
+
+class LayerNormBackward(Step):
+    @property
+    def panels(self) -> int: ...
+    @property
+    def channels(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def centered(self) -> bool: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dy(self) -> int: ...
+    @property
+    def mean(self) -> int: ...
+    @property
+    def scale(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dweight(self) -> int: ...
+    @property
+    def dbias(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        panels: int,
+        channels: int,
+        columns: int,
+        eps: float = ...,
+        centered: bool = ...,
+        weight: int = ...,
+        x: int,
+        dy: int,
+        mean: int = ...,
+        scale: int,
+        dx: int = ...,
+        dweight: int = ...,
+        dbias: int = ...,
+    ) -> None: ...
+
+class TransposeEach(Step):
+    @property
+    def matrices(self) -> int: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def columns(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        matrices: int,
+        rows: int,
+        columns: int,
+        x: int,
+        y: int,
+    ) -> None: ...
+
 class Moments(Step):
     @property
     def channels(self) -> int: ...
@@ -1004,58 +1110,153 @@ class Relayout(Step):
         y: int,
     ) -> None: ...
 
-class Relu(Step):
-    @property
-    def length(self) -> int: ...
-    @property
-    def x(self) -> int: ...
-    @property
-    def y(self) -> int: ...
-    def __init__(
-        self,
-        *,
-        length: int,
-        x: int,
-        y: int,
-    ) -> None: ...
+class Activation(Enum):
+    relu = 0
+    hardtanh = 1
+    leaky_relu = 2
+    elu = 3
+    silu = 4
+    gelu = 5
+    gelu_tanh = 6
+    sigmoid = 7
+    tanh = 8
+    hardswish = 9
+    hardsigmoid = 10
+    softplus = 11
 
-class ReluBackward(Step):
-    @property
-    def length(self) -> int: ...
-    @property
-    def dz(self) -> int: ...
-    @property
-    def z(self) -> int: ...
-    @property
-    def dy(self) -> int: ...
-    def __init__(
-        self,
-        *,
-        length: int,
-        dz: int,
-        z: int,
-        dy: int,
-    ) -> None: ...
+class Operation(Enum):
+    affine = 0
+    fma = 1
+    centered = 2
+    add = 3
+    sub = 4
+    mul = 5
+    div = 6
+    activate = 7
+    gradient = 8
 
-class Add(Step):
+class Instruction:
+    fields: ClassVar[tuple[str, ...]]
     @property
-    def length(self) -> int: ...
+    def op(self) -> Operation: ...
+    @property
+    def out(self) -> int: ...
     @property
     def a(self) -> int: ...
     @property
     def b(self) -> int: ...
     @property
-    def y(self) -> int: ...
+    def c(self) -> int: ...
     @property
-    def relu(self) -> bool: ...
+    def activation(self) -> Activation: ...
+    @property
+    def p(self) -> float: ...
+    @property
+    def q(self) -> float: ...
     def __init__(
         self,
         *,
-        length: int,
+        op: Operation,
+        out: int,
         a: int,
-        b: int,
-        y: int,
-        relu: bool = ...,
+        b: int = ...,
+        c: int = ...,
+        activation: Activation = ...,
+        p: float = ...,
+        q: float = ...,
+    ) -> None: ...
+
+class Access:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def operand(self) -> int: ...
+    @property
+    def strides(self) -> list[int]: ...
+    @property
+    def offset(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        operand: int,
+        strides: list[int],
+        offset: int = ...,
+    ) -> None: ...
+
+class SlotAccess:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def slot(self) -> int: ...
+    @property
+    def operand(self) -> int: ...
+    @property
+    def strides(self) -> list[int]: ...
+    @property
+    def offset(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        slot: int,
+        operand: int,
+        strides: list[int],
+        offset: int = ...,
+    ) -> None: ...
+
+class NormSums:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def index(self) -> int: ...
+    @property
+    def g(self) -> int: ...
+    @property
+    def gx(self) -> int: ...
+    @property
+    def gradients(self) -> NormGradientOperands: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        index: int,
+        g: int,
+        gx: int,
+        gradients: NormGradientOperands,
+        x: int = ...,
+        dx: int = ...,
+    ) -> None: ...
+
+class Pointwise(Step):
+    @property
+    def loops(self) -> list[int]: ...
+    @property
+    def channel(self) -> int: ...
+    @property
+    def panel_rows(self) -> int: ...
+    @property
+    def reads(self) -> list[Access]: ...
+    @property
+    def norms(self) -> list[NormOperands]: ...
+    @property
+    def program(self) -> list[Instruction]: ...
+    @property
+    def writes(self) -> list[SlotAccess]: ...
+    @property
+    def sums(self) -> list[SlotAccess]: ...
+    @property
+    def norm_sums(self) -> list[NormSums]: ...
+    def __init__(
+        self,
+        *,
+        loops: list[int],
+        channel: int = ...,
+        panel_rows: int = ...,
+        reads: list[Access],
+        norms: list[NormOperands] = ...,
+        program: list[Instruction] = ...,
+        writes: list[SlotAccess] = ...,
+        sums: list[SlotAccess] = ...,
+        norm_sums: list[NormSums] = ...,
     ) -> None: ...
 
 class Copy(Step):

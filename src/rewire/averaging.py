@@ -16,7 +16,7 @@ from rewire.conversion import replace
 from rewire.engine import use_engine
 from rewire.nn import copies
 from rewire.nn.layer import ConnectedLayer
-from rewire.nn.masked import MaskedLayer
+from rewire.nn.masked_layer import MaskedLayer
 from rewire.nn.sparse import SparseLayer
 from rewire.ops import sampling, topology
 
@@ -146,7 +146,7 @@ def check(averaged: nn.Module, model: nn.Module) -> list[tuple[ConnectedLayer, C
     mine, theirs = (
         [m for m in root.modules() if isinstance(m, ConnectedLayer)] for root in (averaged, model)
     )
-    sizes = [[(m.n_out, m.n_in, m.taps) for m in layers] for layers in (mine, theirs)]
+    sizes = [[(m.domain, m.taps) for m in layers] for layers in (mine, theirs)]
     if sizes[0] != sizes[1] or {*map(id, mine)} & {*map(id, theirs)}:
         raise ValueError(
             f"{type(averaged).__name__} with {len(mine)} sparse layers is no copy of "
@@ -161,7 +161,7 @@ def check(averaged: nn.Module, model: nn.Module) -> list[tuple[ConnectedLayer, C
     for layer in mine:
         if isinstance(layer, SparseLayer):
             try:
-                topology.ensure(layer.topology, layer.n_in, layer.taps)
+                topology.ensure(layer.topology, layer.n_in, layer.image_taps)
             except topology.TopologyError as error:
                 raise ValueError(
                     f"{type(averaged).__name__} has averaged the connections themselves, not only values: "
@@ -197,7 +197,7 @@ def bring(averaged: nn.Module, model: nn.Module) -> None:
         elif _equal(old, new):
             continue
         values = sampling.follow(mine.gather(mine.parameter.detach()), _places(old, new))
-        own = Connections(new.n_in, new.n_out, new.indptr.clone(), new.indices.clone())
+        own = layer.domain.of(new.indptr.clone(), new.indices.clone())
         handed_over.get(mine, mine).set_connections(own, values)
     if handed_over:
         replace(averaged, handed_over)

@@ -1,11 +1,13 @@
 """How many connections each layer gets.
 
-A layer is a bipartite graph of ``n_in`` by ``n_out`` units (a convolution is flattened). An
-assignment gives each layer a *share*, and its number of connections is a level times that share:
+A layer is a bipartite graph of ``n_in`` by ``n_out`` units (a convolution is flattened); with groups,
+several such graphs side by side. An assignment gives each layer a *share*, and its number of connections
+is a level times that share:
 
 - ``"erdos-renyi"``: ``n_in + n_out``, so that a unit has as many connections in any layer.
-- ``"erk"``: ``C_in + C_out + kh + kw``, Erdos-Renyi for kernels (Evci et al., 2020).
-- ``"uniform"``: ``n_in * n_out``, the same density everywhere.
+- ``"erk"``: ``C_in + C_out + kh + kw``, Erdos-Renyi for kernels (Evci et al., 2020); with groups, the
+  sum of that over the groups, ``C_in + C_out + groups * (kh + kw)``.
+- ``"uniform"``: ``n_in * n_out / groups``, the same density everywhere.
 """
 
 import math
@@ -22,17 +24,20 @@ class LayerSize:
     name: str
     in_channels: int
     out_channels: int
-    kernel: tuple[int, int] = (1, 1)
+    kernel: tuple[int, ...] = (1, 1)
+    groups: int = 1
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a size below 1."""
-        if min(self.in_channels, self.out_channels, *self.kernel) < 1:
+        """Raise ``ValueError`` for a size below 1, or groups that do not divide the channels."""
+        if min(self.in_channels, self.out_channels, *self.kernel, self.groups) < 1:
             raise ValueError(f"every size of a layer must be at least 1, got {self}")
+        if self.in_channels % self.groups or self.out_channels % self.groups:
+            raise ValueError(f"groups must divide both numbers of channels, got {self}")
 
     @property
     def n_in(self) -> int:
         """Input units: channels times kernel positions."""
-        return self.in_channels * self.kernel[0] * self.kernel[1]
+        return self.in_channels * math.prod(self.kernel)
 
     @property
     def n_out(self) -> int:
@@ -42,12 +47,12 @@ class LayerSize:
     @property
     def weights(self) -> int:
         """Connections of the dense layer."""
-        return self.n_in * self.n_out
+        return self.n_in * self.n_out // self.groups
 
 
 SHARES: dict[str, Callable[[LayerSize], int]] = {
     "erdos-renyi": lambda layer: layer.n_in + layer.n_out,
-    "erk": lambda layer: layer.in_channels + layer.out_channels + sum(layer.kernel),
+    "erk": lambda layer: layer.in_channels + layer.out_channels + layer.groups * sum(layer.kernel),
     "uniform": lambda layer: layer.weights,
 }
 
@@ -155,13 +160,18 @@ def assign(
     if density == 1:
         return weights
     if exact:
-        return _exact(shares, weights, max(len(layers), round(density * sum(weights))))
+        return _exact(shares, weights, max(len(layers), held(sum(weights), density)))
     if assignment == "erdos-renyi":
         return _rounded_up(shares, weights, epsilon_for(layers, density))
     if assignment == "erk":
         level = _level(shares, weights, Fraction(density) * sum(weights))
         return _rounded_up(shares, weights, float(level))
     return _rounded_up(shares, weights, density)
+
+
+def held(weights: int, density: float) -> int:
+    """How many of so many weights a density means, rounded up: of all methods that meet it exactly."""
+    return math.ceil(density * weights * (1 - 1e-9))
 
 
 def _rounded_up(shares: Sequence[int], weights: Sequence[int], level: float) -> list[int]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from rewire import equivalents
 from rewire.budgets import LayerSize
 from rewire.leftover import (
     Leftover,
@@ -20,14 +22,19 @@ from rewire.leftover import (
     noticeable,
     reasons,
     shortened,
+    unknown_kind,
 )
 from rewire.nn.attention import SparseMultiheadAttention, attention_obstacle, block_fused_path
+from rewire.nn.kinds import kind_of
 from rewire.nn.layer import ConnectedLayer
+from rewire.slow import is_depthwise
 
 M = TypeVar("M", bound=nn.Module)
-Dense = nn.Linear | nn.Conv2d
+Dense = nn.Linear | _ConvNd
 Names = dict[nn.Module, list[str]]  # each module, once, and every name that it has
-Apart = dict[nn.Module, SparseMultiheadAttention]  # attentions, once their projections are layers
+Apart = dict[
+    nn.Module, nn.Module
+]  # attentions with layers for projections, transposed layers as nn.Linear
 
 # What a user may expect to become sparse; not all do.
 _LAYERS = (nn.Linear, nn.Bilinear, _ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
@@ -39,20 +46,40 @@ _HOOKS = (
 )
 
 
+_SLOW = 'a sparse product would be slower at its density (skip="slow")'
+
+
 class Plan(NamedTuple):
     """What can be converted in a model.
 
     Attributes:
-        names: of all modules, as if the attentions of ``apart`` were apart.
+        names: of all modules, as if what is in ``apart`` had been replaced.
         layers: to convert.
         dense: others that might be expected to be converted, and why they are not.
-        apart: the attentions that hold such layers, and what takes their place.
+        apart: the attentions that hold such layers, and what takes their place; and the ``nn.Linear`` of
+            layers whose weight is transposed.
     """
 
     names: Names
     layers: list[Dense]
     dense: list[Leftover]
     apart: Apart
+
+    def without(self, model: nn.Module, slow: Collection[Dense]) -> Plan:
+        """The plan where these layers stay dense."""
+        layers = [layer for layer in self.layers if layer not in slow]
+        if not layers:
+            raise ValueError(
+                "every layer would be slower when it is sparse at its density; ask for fewer connections, "
+                'or convert them nevertheless with skip="depthwise"'
+            )
+        dense = [
+            leftover(layer, self.names[layer][0], _SLOW) for layer in self.layers if layer in slow
+        ]
+        apart = {
+            m: new for m, new in self.apart.items() if not {*new.children()}.isdisjoint(layers)
+        }
+        return Plan(_names(model, apart), layers, [*self.dense, *dense], apart)
 
     def warn(self, stacklevel: int) -> None:
         """Say in one warning what stays dense; ``stacklevel`` is as for a caller of ``warnings.warn``."""
@@ -65,6 +92,8 @@ def plan(
     model: nn.Module,
     densities: Mapping[str, float] | None = None,
     keep_dense: str | Iterable[str] = (),
+    skip: str = "depthwise",
+    again: bool = False,
 ) -> Plan:
     """Find the layers to convert; the model stays as it is.
 
@@ -72,21 +101,28 @@ def plan(
         model: the model, or one layer.
         densities: if given, only layers that it names.
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone.
+        skip: ``"none"`` converts depthwise convolutions, too, as ``densities`` does.
+        again: whether the model may have sparse layers already, which stay as they are.
     """
     apart, whole = _take_apart(model)
-    layers, dense = _sort_out(_names(model, apart), whole, densities, keep_dense)
-    apart = {m: new for m, new in apart.items() if not {*new.children()}.isdisjoint(layers)}
+    if not again:
+        _refuse_sparse(model)
+    depthwise = skip == "none" or densities is not None
+    layers, dense = _sort_out(_names(model, apart), whole, densities, keep_dense, depthwise)
+    apart = {m: new for m, new in apart.items() if not {new, *new.children()}.isdisjoint(layers)}
     return Plan(_names(model, apart), layers, dense, apart)
 
 
 def _take_apart(model: nn.Module) -> tuple[Apart, dict[nn.Module, Obstacle]]:
-    """The attentions that can be taken apart, and why the others cannot."""
+    """The attentions that can be taken apart and the layers that become ``nn.Linear`` first, and why others
+    cannot."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     apart: Apart = {}
     whole: dict[nn.Module, Obstacle] = {}
     attentions = [m for m in model.modules() if isinstance(m, nn.MultiheadAttention)]
-    owners = _owners(_names(model, {}) if attentions else {})
+    turned = [m for m in model.modules() if equivalents.transposed(m)]
+    owners = _owners(_names(model, {}) if attentions or turned else {})
     for module in attentions:
         reason = attention_obstacle(module)
         tied = _tied(module._parameters.values(), owners)
@@ -96,18 +132,28 @@ def _take_apart(model: nn.Module) -> tuple[Apart, dict[nn.Module, Obstacle]]:
             whole[module] = tied
         else:
             apart[module] = SparseMultiheadAttention.from_dense(module)
+    for layer in turned:
+        obstacle = _weight_obstacle(layer, owners)
+        if obstacle is not None:
+            whole[layer] = obstacle
+        else:
+            apart[layer] = equivalents.as_linear(layer)
     return apart, whole
 
 
-def _names(model: nn.Module, apart: Apart) -> Names:
-    """As if these attentions were apart; their projections answer to the attention's name too."""
-    names: Names = {}
-    for name, module in model.named_modules(remove_duplicate=False):
+def _refuse_sparse(model: nn.Module) -> None:
+    for name, module in model.named_modules():
         if isinstance(module, ConnectedLayer):
             raise ValueError(
                 f"the model is sparse already ({name or 'it'} is a {type(module).__name__}); "
                 "call rewire.densify first"
             )
+
+
+def _names(model: nn.Module, apart: Apart) -> Names:
+    """As if these modules were replaced; projections of attentions answer to the attention's name too."""
+    names: Names = {}
+    for name, module in model.named_modules(remove_duplicate=False):
         new = apart.get(module)
         names.setdefault(new or module, []).append(name)
         for key, child in (new or nn.Module()).named_children():
@@ -149,10 +195,11 @@ def _sort_out(
     whole: Mapping[nn.Module, Obstacle],
     densities: Mapping[str, float] | None,
     keep_dense: str | Iterable[str],
+    depthwise: bool,
 ) -> tuple[list[Dense], list[Leftover]]:
     """The layers to convert, and what stays dense of the others."""
     inside = {inner for module in whole for inner in module.modules()} - {*whole}
-    found = [m for m in names if isinstance(m, _LAYERS) and m not in inside]
+    found = [m for m in names if (isinstance(m, _LAYERS) or m in whole) and m not in inside]
     inside |= {inner for module in found for inner in module.modules()}
     others = [m for m in names if m not in inside and not isinstance(m, _OURS) and holds_matrix(m)]
     keep_dense = (keep_dense,) if isinstance(keep_dense, str) else tuple(keep_dense)
@@ -174,21 +221,32 @@ def _sort_out(
     layers: list[Dense] = []
     dense: list[Leftover] = []
     for module in filter(asked, found):
-        obstacle = whole.get(module) or _obstacle(module, owners)
+        obstacle = whole.get(module) or _obstacle(module, owners, depthwise)
         if obstacle is None:
             layers.append(cast(Dense, module))
         else:
             dense.append(leftover(module, obstacle.instead or names[module][0], obstacle.reason))
-    unknown = [
-        Leftover(names[m][0], f"there is no sparse {type(m).__name__}", (*m.parameters(False),))
-        for m in filter(asked, others)
-    ]
+    unknown = [unknown_kind(m, names[m][0]) for m in filter(asked, others)]
     parameters = _all_parameters(names)
     dense += noticeable(unknown, parameters)
     if not layers:
-        why = "\n" + reasons(dense, parameters) if dense else " it needs an nn.Linear or nn.Conv2d"
-        raise ValueError(f"the model has no layer to convert:{why}")
+        raise ValueError(f"the model has no layer to convert:{_why_none(names, found, dense)}")
     return layers, dense
+
+
+def _why_none(names: Names, found: list[nn.Module], dense: list[Leftover]) -> str:
+    """Why a model has no layer to convert."""
+    sparse = [names[m][0] or "the layer" for m in names if isinstance(m, ConnectedLayer)]
+    why = []
+    if dense:
+        why.append("\n" + reasons(dense, _all_parameters(names)))
+    elif found:
+        why.append(" keep_dense= or density= leaves out all that it has")
+    elif not sparse:
+        why.append(" it needs an nn.Linear or nn.Conv2d")
+    if sparse:
+        why.append(f"\n  sparse already (rewire.densify makes them dense): {shortened(sparse, 3)}")
+    return "".join(why)
 
 
 def _class_name(layer: nn.Module) -> str:
@@ -198,23 +256,40 @@ def _class_name(layer: nn.Module) -> str:
     return f"{kind.__module__}.{kind.__qualname__}" if same else kind.__name__
 
 
-def _obstacle(layer: nn.Module, owners: Mapping[int, list[str]]) -> Obstacle | None:
+def _obstacle(
+    layer: nn.Module, owners: Mapping[int, list[str]], depthwise: bool
+) -> Obstacle | None:
     """Why a layer has no sparse form, or None if it has one."""
-    if not isinstance(layer, nn.Linear | nn.Conv2d):
+    base = kind_of(layer)
+    if base is None:
         return Obstacle(f"there is no sparse {type(layer).__name__}")
+    assert isinstance(layer, Dense)
     if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
         return Obstacle("its size is not known yet, run one batch first")
-    if set(layer._parameters) != {"weight", "bias"} or layer._buffers or layer._modules:
-        return Obstacle(
-            "its weight is computed (parametrization, weight norm, pruning), remove that first"
-        )
-    base = nn.Linear if isinstance(layer, nn.Linear) else nn.Conv2d
+    if (computed := _computed(layer)) is not None:
+        return computed
     for method in ("forward", "_conv_forward"):
-        own = getattr(type(layer), method, None) is not getattr(base, method, None)
-        if own or method in vars(layer):
+        if not equivalents.plain(layer, method) or method in vars(layer):
             return Obstacle(f"{_class_name(layer)} has a {method} of its own")
-    if isinstance(layer, nn.Conv2d) and layer.groups != 1:
-        return Obstacle("there is no sparse grouped convolution")
+    if isinstance(layer, _ConvNd) and is_depthwise(layer) and not depthwise:
+        return Obstacle(
+            'a depthwise convolution is hardly faster when it is sparse (skip="none" converts it)'
+        )
+    return _weight_obstacle(layer, owners)
+
+
+def _computed(layer: nn.Module) -> Obstacle | None:
+    if set(layer._parameters) == {"weight", "bias"} and not layer._buffers and not layer._modules:
+        return None
+    return Obstacle(
+        "its weight is computed (parametrization, weight norm, pruning), remove that first"
+    )
+
+
+def _weight_obstacle(layer: Any, owners: Mapping[int, list[str]]) -> Obstacle | None:
+    """Why the parameters of a layer cannot be converted, or None if they can."""
+    if (computed := _computed(layer)) is not None:
+        return computed
     tied = _tied((layer.weight, layer.bias), owners)
     if tied is not None:
         return tied
@@ -238,15 +313,31 @@ def wanted_of(densities: Mapping[str, float], places: Iterable[str]) -> float | 
 
 def size_of(layer: Dense, name: str) -> LayerSize:
     n_out, n_in, *kernel = layer.weight.shape
-    return LayerSize(name, n_in, n_out, cast("tuple[int, int]", tuple(kernel) or (1, 1)))
+    groups = layer.groups if isinstance(layer, _ConvNd) else 1
+    return LayerSize(name, n_in * groups, n_out, tuple(kernel) or (1, 1), groups)
+
+
+def layer_seed(seed: int, name: str) -> int:
+    """A seed for what is drawn for a layer, independent of every other layer's."""
+    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
 
 
 def carry_over(old: nn.Module, new: nn.Module) -> nn.Module:
-    """Give ``new`` the mode, the frozen parameters and the hooks of ``old``."""
+    """Give ``new`` the mode, the frozen parameters, the hooks and the original class of ``old``."""
     new.training = old.training
     for parameter, like in zip(_parameters(new), _parameters(old), strict=True):
         parameter.requires_grad_(like.requires_grad)
+    origin = equivalents.origin_of(old) if not isinstance(old, ConnectedLayer) else None
+    origin = vars(old).get(equivalents.ORIGIN, origin)
+    if origin is not None:
+        vars(new)[equivalents.ORIGIN] = origin
     return carry_hooks(old, new)
+
+
+def restore(layer: nn.Module) -> nn.Module:
+    """A dense layer as one of the class that it had before it was converted."""
+    origin = vars(layer).pop(equivalents.ORIGIN, None)
+    return layer if origin is None else carry_hooks(layer, origin.restored(layer))
 
 
 def carry_hooks(old: nn.Module, new: nn.Module) -> nn.Module:
@@ -263,7 +354,7 @@ def _parameters(layer: nn.Module) -> list[Tensor]:
 
 
 def open_attentions(model: M, apart: Apart, but: Iterable[nn.Module] = ()) -> M:
-    """Put attentions whose projections are layers in their place, in the model.
+    """Put attentions whose projections are layers, and the ``nn.Linear`` of transposed layers, in place.
 
     Projections that stay dense, all ``but`` those given, get memory of their own: they are no part of
     the packed weight any more.
@@ -272,7 +363,9 @@ def open_attentions(model: M, apart: Apart, but: Iterable[nn.Module] = ()) -> M:
     for old, new in apart.items():
         carry_hooks(old, new)
         for name in ("q_proj", "k_proj", "v_proj"):
-            layer = getattr(new, name)
+            layer = new._modules.get(name)
+            if layer is None:  # a transposed layer as an nn.Linear
+                continue
             for key, parameter in layer._parameters.items():
                 if parameter is not None and layer not in but:
                     own = parameter.detach().clone()

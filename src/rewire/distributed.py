@@ -27,7 +27,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rewire import communication
 from rewire.communication import END, Alone, Group, finish
-from rewire.connections import Connections
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.sparse import SparseLayer
 
@@ -349,7 +348,7 @@ class Parallel:
         for layer in self._layers:
             weights = layer.parameter
             if weights.requires_grad:
-                missing = layer.n_in * layer.n_out - weights.numel()
+                missing = layer.domain.size - weights.numel()
                 sizes.append((missing, weights.element_size()))
         self._traffic.averages += 1
         self._traffic.dense += sum(count * size for count, size in sizes)
@@ -403,7 +402,7 @@ def _check_alike(model: nn.Module, group: Alone) -> None:
     sparse = {n: m for n, m in model.named_modules() if isinstance(m, SparseLayer)}
     skipped = {id(buffer) for layer in sparse.values() for buffer in layer.buffers()}
     texts = {name: f"{name} {about(t)}" for name, t in tensors if id(t) not in skipped}
-    texts |= {f"layer {n}": f"{n} {m.n_in} {m.n_out} {m.taps}" for n, m in sparse.items()}
+    texts |= {f"layer {n}": f"{n} {m.domain} {m.taps}" for n, m in sparse.items()}
     hashes = {name: communication.text_hash(text) for name, text in texts.items()}
     group.agree(hashes, "the processes have different models")
 
@@ -418,7 +417,7 @@ def _copy_topology(layers: list[ConnectedLayer], group: Alone) -> None:
         mine = layer.indices if group.rank == 0 else layer.indices.new_empty(count)
         indices = group.broadcast(mine, 0)
         if group.rank != 0:
-            connections = Connections(layer.n_in, layer.n_out, indptr, indices)
+            connections = layer.domain.of(indptr, indices)
             layer.set_connections(connections, layer.values.new_zeros(count))
 
 

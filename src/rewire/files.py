@@ -7,6 +7,7 @@ import os
 import shutil
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 HIDDEN = ".tmp-"  # how names of what is not finished begin
@@ -50,10 +51,21 @@ def write(path: Path, fill: Callable[[Path], None]) -> None:
         if hidden.is_dir():
             remove(path)
         os.replace(hidden, path)
-    except BaseException:
-        remove(hidden)
+    except BaseException as error:
+        with suppress(OSError):  # what went wrong first is what counts
+            remove(hidden)
+        _name(error, path)
         raise
     sync(path.parent)
+
+
+def _name(error: BaseException, path: Path) -> None:
+    """Let an error of writing say which file it was; those of libraries become an OSError."""
+    if isinstance(error, OSError):
+        if error.strerror and (error.filename is None or HIDDEN in str(error.filename)):
+            error.filename, error.filename2 = str(path), None
+    elif type(error).__name__ == "SafetensorError" or type(error) is RuntimeError:  # torch.save
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _try(hidden: Path, path: Path) -> int:
@@ -86,9 +98,14 @@ def remove(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a process that was killed has left unfinished."""
+    """Remove what a process that was killed has left unfinished; for whoever alone writes to the folder."""
     for path in folder.glob(f"{HIDDEN}*"):
         remove(path)
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether there is nothing in a folder but what a process that was killed has left unfinished."""
+    return all(path.name.startswith(HIDDEN) for path in folder.iterdir())
 
 
 def sha256(path: Path) -> str:

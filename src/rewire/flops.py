@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rewire.budgets import LayerSize, assign
+from rewire.budgets import assign
+from rewire.conversion import size_of
+from rewire.nn.kinds import kind_of
 from rewire.nn.layer import ConnectedLayer
+from rewire.slow import is_depthwise
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Flops:
     def subset(self, factor: float) -> int:
         """A product with ``factor * |A|`` connections of each layer, at most with all."""
         return sum(
-            layer.of(min(math.ceil(factor * layer.connections), layer.weights))
+            layer.of(math.ceil(min(factor * layer.connections, layer.weights)))
             for layer in self.layers.values()
         )
 
@@ -79,8 +82,8 @@ def count(model: nn.Module, shape: tuple[int, ...]) -> Flops:
 
     def watch(name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> None:
-            units = output.shape[-3] if _is_conv(module) else output.shape[-1]
-            positions[name] = positions.get(name, 0) + output.numel() // units
+            used = _positions(module, inputs[0], output)
+            positions[name] = positions.get(name, 0) + used
 
         return hook
 
@@ -123,7 +126,8 @@ def assigned(
     """
     layers = count(model, shape).layers
     names = list(layers)[: -1 if dense_head else None]
-    sizes = [_size(name, model.get_submodule(name)) for name in names]
+    names = [name for name in names if not is_depthwise(model.get_submodule(name))]
+    sizes = [size_of(model.get_submodule(name), name) for name in names]  # type: ignore[arg-type]
     counts = assign(sizes, sparsity=sparsity, assignment=assignment, exact=exact)
     held = dict(zip(names, counts, strict=True))
     return Flops(
@@ -131,16 +135,6 @@ def assigned(
             name: replace(one, connections=held.get(name, one.weights))
             for name, one in layers.items()
         }
-    )
-
-
-def _size(name: str, module: nn.Module) -> LayerSize:
-    if isinstance(module, nn.Linear):
-        return LayerSize(name, module.in_features, module.out_features)
-    assert isinstance(module, nn.Conv2d)
-    height, width = module.kernel_size
-    return LayerSize(
-        name, module.in_channels // module.groups, module.out_channels, (height, width)
     )
 
 
@@ -156,16 +150,22 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _counts(module: nn.Module) -> bool:
-    return isinstance(module, ConnectedLayer | nn.Linear | nn.Conv2d)
+    return kind_of(module) is not None
 
 
-def _is_conv(module: nn.Module) -> bool:
-    return hasattr(module, "kernel_size")
+def _positions(module: nn.Module, x: Tensor, y: Tensor) -> int:
+    """How often each weight is used; in a transposed convolution at every position of the input."""
+    kind = kind_of(module)
+    if kind is nn.Linear:
+        return y.numel() // y.shape[-1]
+    if kind in (nn.ConvTranspose1d, nn.ConvTranspose2d):
+        return x.numel() // int(module.in_channels)  # type: ignore[arg-type]
+    return y.numel() // int(module.out_channels)  # type: ignore[arg-type]
 
 
 def _sizes(module: nn.Module) -> tuple[int, int]:
     if isinstance(module, ConnectedLayer):
-        return module.count, module.n_in * module.n_out
+        return module.count, module.domain.size
     weights = module.weight.numel()  # type: ignore[operator]
     return weights, weights
 

@@ -85,6 +85,8 @@ def show(
 
         forward = {share: at(share) for share in sparsities}
         rounds = {share: at(share, exact=True) for share in costs.ROUNDS}
+        if not subset > 0:
+            raise ValueError(f"--subset must be above 0, got {subset}")
         setting = costs.Setting(every, subset, until, 10 * classes)
         found = {
             share: costs.costs(here, [f for s, f in rounds.items() if s < share], setting)

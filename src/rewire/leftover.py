@@ -52,6 +52,20 @@ def holds_matrix(module: nn.Module) -> bool:
     )
 
 
+def unknown_kind(module: nn.Module, name: str) -> Leftover:
+    """What is left of a module of an unknown kind; its stacks of matrices are named."""
+    parameters = {key: p for key, p in module._parameters.items() if p is not None}
+    stacks = [
+        key for key, p in parameters.items() if not is_lazy(p) and p.dim() == 3 and min(p.shape) > 1
+    ]
+    reason = f"there is no sparse {type(module).__name__}"
+    if stacks:
+        reason += (
+            f", whose {shortened(stacks, _EXAMPLES)} hold matrices in 3-D parameters (experts)"
+        )
+    return Leftover(name, reason, (*parameters.values(),))
+
+
 def noticeable(found: Sequence[Leftover], whole: Iterable[Tensor]) -> list[Leftover]:
     """Those whose reason concerns a share of the parameters that is worth a word."""
     total = _count(whole)

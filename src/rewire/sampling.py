@@ -29,7 +29,7 @@ from rewire.ops.reference import Convolution
 from rewire.ops.sampling import Rows, Stream
 
 # What random words are for, so that no two uses share them.
-DRAWS, SIGNS, CHOICE, SCORES, NORMALS = range(5)
+DRAWS, SIGNS, CHOICE, SCORES, NORMALS, SHARES = range(6)
 
 
 class Batch(NamedTuple):
@@ -84,7 +84,9 @@ def rows(connections: Connections) -> Rows:
 
 
 def _connections(like: Connections, found: Rows) -> Connections:
-    return Connections(like.n_in, like.n_out, *found)
+    """What was found among the connections that ``like`` could have, by columns."""
+    domain = like.domain
+    return domain.unpacked(Connections(domain.width, like.n_out, *found))
 
 
 def ceil(exact: float) -> int:
@@ -94,15 +96,16 @@ def ceil(exact: float) -> int:
 
 def inactive(active: Connections) -> Connections:
     """All connections that are not active."""
-    return _connections(active, sampling.complement(rows(active), active.n_in, active.n_out))
+    packed = active.packed()
+    return _connections(active, sampling.complement(rows(packed), packed.n_in, packed.n_out))
 
 
 def draw(
     active: Connections, factor: float, stream: Stream, weights: Weights = (None, None)
 ) -> Connections:
-    """S: the distinct inactive connections among ``ceil(factor * |A|)`` draws.
+    """S: the distinct inactive connections among ``ceil(factor * |A|)`` draws, with replacement.
 
-    All inactive connections, where they are no more than the draws.
+    In a grouped layer both distributions hold given that the two units belong to the same group.
 
     Args:
         active: the connections A of a layer.
@@ -117,18 +120,21 @@ def draw(
         >>> 4950 < len(s) <= 5000 and not set(s.keys().tolist()) & set(a.keys().tolist())
         True
     """
-    wanted = factor * len(active) if len(active) else 0.0
-    free = active.n_in * active.n_out - len(active)
-    if wanted >= free or ceil(wanted) >= free:
-        return inactive(active)
-    tables = sampling.alias_tables(*weights)
-    found = sampling.draw(stream, ceil(wanted), active.n_in, active.n_out, rows(active), *tables)
+    packed, groups = active.packed(), active.groups
+    if groups == 1:
+        inputs, outputs = sampling.alias_tables(*weights)
+    else:
+        f, g = weights
+        inputs, outputs = sampling.group_tables(f, g, active.n_out, groups, active.taps)
+    units = (packed.n_in, packed.n_out, rows(packed))
+    draws = ceil(factor * len(active))
+    found = sampling.draw(stream, draws, *units, inputs, outputs, groups)
     return _connections(active, found)
 
 
 def choose(active: Connections, count: int, stream: Stream) -> Connections:
     """``count`` inactive connections (or all there are), every such set as likely as any other."""
-    total, free = active.n_in * active.n_out, active.n_in * active.n_out - len(active)
+    total, free = active.domain.size, active.domain.size - len(active)
     if count >= free:
         return inactive(active)
     crowding = (len(active) + count) / max(1, total)
@@ -136,14 +142,15 @@ def choose(active: Connections, count: int, stream: Stream) -> Connections:
         found = inactive(active)
     else:
         draws = int(1.1 * count / (1 - crowding)) + 16
-        units = (active.n_in, active.n_out, rows(active))
+        packed = active.packed()
+        units = (packed.n_in, packed.n_out, rows(packed))
         while True:  # more draws hold the former ones
             found = _connections(active, sampling.draw(stream, draws, *units))
             if len(found) >= count:
                 break
             draws *= 2
     kept = sampling.select(uniforms(stream, len(found), CHOICE), count)
-    return Connections.from_keys(found.keys()[kept], active.n_in, active.n_out)
+    return found.where(kept)
 
 
 def uniforms(stream: Stream, count: int, purpose: int = SCORES) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -14,12 +15,13 @@ from torch import Tensor, nn
 
 from rewire import files, models
 from rewire.nn.layer import ConnectedLayer
-from rewire.nn.masked import MaskedLayer
+from rewire.nn.masked_layer import MaskedLayer
 from rewire.nn.sparse import SparseLayer
 from rewire.sparsify import densify, sparsify
 
 _FORMAT = "rewire model 1"
 _CONNECTIONS = "rewire connections 1"
+_FIELDS = {"sparse": list, "masked": list, "build": list | None, "notes": dict}
 _ONE = 1e-300  # the density of a layer whose connections are about to be loaded
 
 Path_ = str | os.PathLike[str]
@@ -55,8 +57,20 @@ def save(model: nn.Module, path: Path_, *, notes: Mapping[str, Any] | None = Non
         "build": models.built_with(model),
         "notes": dict(notes or {}),
     }
+    about["sha256"] = _checksum(about, tensors)
     metadata = {"rewire": json.dumps(about)}
     files.write(Path(path), lambda hidden: save_file(tensors, hidden, metadata))
+
+
+def _checksum(about: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """Of all that a file holds; tensors are contiguous and on the CPU."""
+    rest = {key: value for key, value in about.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)} ".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def save_connections(
@@ -74,7 +88,7 @@ def save_connections(
         for name, layer in layers.items()
         for part in ("indptr", "indices")
     }
-    sizes = {name: [layer.n_out, layer.n_in] for name, layer in layers.items()}
+    sizes = {name: [layer.n_out, layer.n_in, layer.groups] for name, layer in layers.items()}
     about = {"format": _CONNECTIONS, "sizes": sizes, "notes": dict(notes or {})}
     metadata = {"rewire": json.dumps(about)}
     files.write(Path(path), lambda hidden: save_file(tensors, hidden, metadata))
@@ -157,9 +171,18 @@ def export(model: nn.Module, path: Path_) -> None:
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return _about(path), load_file(path)
+    about = _about(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    checksum = about.get("sha256")  # older files have none
+    if checksum is not None and checksum != _checksum(about, tensors):
+        raise ValueError(f"{path} is damaged: it does not match its checksum")
+    return about, tensors
 
 
 def _about(path: Path) -> dict[str, Any]:
@@ -172,7 +195,14 @@ def _about(path: Path) -> dict[str, Any]:
             text = (file.metadata() or {}).get("rewire")
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
-    about: dict[str, Any] = {} if text is None else json.loads(text)
-    if about.get("format") != _FORMAT:
+    try:
+        about = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(
+            f"{path} is damaged: what it says of itself is no JSON ({error})"
+        ) from error
+    if not isinstance(about, dict) or about.get("format") != _FORMAT:
         raise ValueError(f"{path} was not written by rewire.save, or by another version of it")
+    if missing := [name for name, kind in _FIELDS.items() if not isinstance(about.get(name), kind)]:
+        raise ValueError(f"{path} is damaged: it does not say, or not well, {', '.join(missing)}")
     return about

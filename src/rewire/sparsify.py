@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -20,18 +19,21 @@ from rewire.conversion import (
     block_fused_paths,
     carry_hooks,
     carry_over,
+    layer_seed,
     open_attentions,
     plan,
     replace,
+    restore,
     size_of,
     wanted_of,
 )
 from rewire.engine import use_engine
 from rewire.nn.attention import SparseMultiheadAttention, allow_fused_path
-from rewire.nn.conv import SparseConv2d, conv_arguments
-from rewire.nn.linear import SparseLinear
-from rewire.nn.masked import MaskedConv2d, MaskedLinear
-from rewire.nn.sparse import largest
+from rewire.nn.kinds import masked_kind, sparse_kind
+from rewire.nn.layer import ConnectedLayer
+from rewire.nn.masked_layer import MaskedLayer
+from rewire.nn.sparse import SparseLayer, largest
+from rewire.slow import SKIPS, is_slow
 
 
 def sparsify(
@@ -46,14 +48,25 @@ def sparsify(
     weights: str | None = None,
     storage: str = "sparse",
     keep_dense: str | Iterable[str] = (),
+    skip: str = "depthwise",
     seed: int = 0,
     engine: bool = True,
 ) -> M:
-    """Convert every ``nn.Linear`` and ``nn.Conv2d`` of a model, in place, into its sparse form.
+    """Convert every linear layer and convolution of a model, in place, into its sparse form.
+
+    These are ``nn.Linear``, ``nn.Conv1d``, ``nn.Conv2d``, ``nn.Conv3d``, ``nn.ConvTranspose1d`` and
+    ``nn.ConvTranspose2d``.
 
     So are the projections of every ``nn.MultiheadAttention``, and with them torch's transformer layers: it
     becomes a :class:`rewire.SparseMultiheadAttention` with layers ``q_proj``, ``k_proj``, ``v_proj`` and
     ``out_proj``.
+
+    Subclasses that inherit the forward are converted, too, and so are classes that are known to compute the
+    same with a forward of their own, such as the ``Conv1D`` of GPT-2; see :func:`rewire.register_layer`.
+
+    A model that has sparse layers may be converted again, after its head was replaced, say: they stay as
+    they are, the dense layers are converted, and the arguments count these alone. Give the same
+    ``keep_dense`` again, and make optimizer and rewirer anew.
 
     Exactly one of ``sparsity``, ``density``, ``epsilon`` and ``connections`` must be given; they
     count the weights of the converted layers, not biases and not layers that stay dense. A layer
@@ -65,11 +78,11 @@ def sparsify(
     dense) is created by its ``reset_parameters``, which must set all parameters and buffers of that
     module.
 
-    Layers that have no sparse form (grouped convolutions, tied weights, parametrizations, ...) stay
-    dense, and one warning tells how many there are for each reason, with a few names and their share of
-    the parameters. It includes modules of other kinds that hold weight matrices, if those are 1 % of the
-    parameters or more, but no embeddings; :func:`rewire.summary` shows all. An error leaves the model
-    as it was.
+    Layers that have no sparse form (tied weights, parametrizations, ...) or are better dense (``skip``)
+    stay dense, and one warning tells how many there are for each reason, with a few names and their
+    share of the parameters. It includes modules of other kinds that hold weight matrices, if those are
+    1 % of the parameters or more, but no embeddings; :func:`rewire.summary` shows all. An error leaves
+    the model as it was.
 
     Args:
         model: the model, or one layer.
@@ -93,6 +106,12 @@ def sparsify(
             slower and larger, for devices without sparse kernels. Connections and weights are the same.
         keep_dense: names or globs of layers, or names of modules that hold them, to leave alone; no
             warning mentions them.
+        skip: what stays dense by itself: ``"depthwise"`` convolutions, in which every output channel sees
+            one input channel; ``"slow"``, these and all layers whose sparse product would take longer than
+            the dense one at the density that they would get, by the rule of :mod:`rewire.slow`; or
+            ``"none"``. The target counts the weights of the layers that are left: with ``"slow"`` the
+            others are given their shares anew. A mapping of densities converts whatever it names.
+            :func:`rewire.summary` marks sparse layers that are likely to be slow.
         seed: what is drawn for a layer depends on this and its name, and on no global state.
         engine: let the model record its layers and run them together (:func:`rewire.use_engine`);
             masked layers are dense, and run one by one.
@@ -120,6 +139,7 @@ def sparsify(
     chosen = "fresh" if weights is None else weights
     _check_choice("weights", chosen, ("fresh", "keep", "dense"))
     _check_choice("storage", storage, ("sparse", "masked"))
+    _check_choice("skip", skip, SKIPS)
     if chosen == "dense" and storage != "masked":
         raise ValueError(
             'weights="dense" needs storage="masked": sparse layers hold no other weights'
@@ -127,15 +147,22 @@ def sparsify(
     seed = operator.index(seed)
 
     densities = density if isinstance(density, Mapping) else None
-    found = plan(model, densities, keep_dense)
-    names, layers, _, apart = found
-    sizes = [size_of(layer, names[layer][0]) for layer in layers]
-    if densities is not None:
-        wanted = [wanted_of(densities, names[layer]) for layer in layers]
-        pairs = zip(sizes, wanted, strict=True)
-        counts = [assign([size], density=d, assignment="uniform")[0] for size, d in pairs]
-    else:
+    found = plan(model, densities, keep_dense, skip, again=True)
+    _check_storage(found.names, storage)
+    while True:
+        names, layers, _, apart = found
+        sizes = [size_of(layer, names[layer][0]) for layer in layers]
+        if densities is not None:
+            wanted = [wanted_of(densities, names[layer]) for layer in layers]
+            pairs = zip(sizes, wanted, strict=True)
+            counts = [assign([size], density=d, assignment="uniform")[0] for size, d in pairs]
+            break
         counts = assign(sizes, assignment=assignment, exact=exact, **cast(Any, targets))
+        shares = zip(layers, counts, sizes, strict=True)
+        slow = {layer for layer, n, size in shares if is_slow(layer, n / size.weights)}
+        if skip != "slow" or not slow:
+            break
+        found = found.without(model, slow)
     for size, layer in zip(sizes, layers, strict=True):
         if chosen != "fresh" and layer.weight.is_meta:
             raise ValueError(
@@ -156,7 +183,7 @@ def sparsify(
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         sparse: dict[nn.Module, nn.Module] = {
             layer: carry_over(
-                layer, _converted(layer, count, chosen, storage, _seed(seed, names[layer][0]))
+                layer, _converted(layer, count, chosen, storage, layer_seed(seed, names[layer][0]))
             )
             for layer, count in zip(layers, counts, strict=True)
         }
@@ -184,8 +211,8 @@ def densify(model: M) -> M:
     use_engine(model, False)
     for module in model.modules():
         allow_fused_path(module)
-        if isinstance(module, SparseLinear | SparseConv2d | MaskedLinear | MaskedConv2d):
-            dense[module] = carry_over(module, module.to_dense())
+        if isinstance(module, ConnectedLayer):
+            dense[module] = restore(carry_over(module, module.to_dense()))
     model = replace(model, dense)
     whole: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
@@ -197,23 +224,17 @@ def densify(model: M) -> M:
 # New layers ---------------------------------------------------------------------------------------
 
 
-def _seed(seed: int, name: str) -> int:
-    """Independent of every other layer's."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "little")
-
-
 def _converted(layer: Dense, count: int, weights: str, storage: str, seed: int) -> nn.Module:
     if weights == "dense":
         return masked(layer, largest(layer.weight, count))
     sparse = _sparse(layer, count, weights, seed)
     if storage == "sparse":
         return sparse
-    if isinstance(sparse, SparseLinear):
-        return MaskedLinear.from_sparse(sparse)
-    return MaskedConv2d.from_sparse(sparse)
+    kind: Any = masked_kind(layer)
+    return cast(ConnectedLayer, kind.from_sparse(sparse))
 
 
-def _sparse(layer: Dense, count: int, weights: str, seed: int) -> SparseLinear | SparseConv2d:
+def _sparse(layer: Dense, count: int, weights: str, seed: int) -> ConnectedLayer:
     if weights == "keep":
         return pruned(layer, largest(layer.weight, count))
     arguments: dict[str, Any] = {
@@ -223,24 +244,28 @@ def _sparse(layer: Dense, count: int, weights: str, seed: int) -> SparseLinear |
         "connections": count,
         "generator": torch.Generator().manual_seed(seed),
     }
-    if isinstance(layer, nn.Conv2d):
-        return SparseConv2d(**conv_arguments(layer), **arguments)
-    n_out, n_in = layer.weight.shape
-    return SparseLinear(n_in, n_out, **arguments)
+    kind: Any = sparse_kind(layer)
+    return cast(ConnectedLayer, kind(**kind.arguments_of(layer), **arguments))
 
 
-def pruned(layer: Dense, mask: Tensor) -> SparseLinear | SparseConv2d:
+def pruned(layer: Dense, mask: Tensor) -> ConnectedLayer:
     """The sparse layer with these weights of a dense one."""
-    if isinstance(layer, nn.Linear):
-        return SparseLinear.from_dense(layer, mask)
-    return SparseConv2d.from_dense(layer, mask)
+    kind: Any = sparse_kind(layer)
+    return cast(ConnectedLayer, kind.from_dense(layer, mask))
 
 
-def masked(layer: Dense, mask: Tensor) -> MaskedLinear | MaskedConv2d:
+def masked(layer: Dense, mask: Tensor) -> ConnectedLayer:
     """The masked layer with the weights of a dense one."""
-    if isinstance(layer, nn.Linear):
-        return MaskedLinear.from_dense(layer, mask)
-    return MaskedConv2d.from_dense(layer, mask)
+    kind: Any = masked_kind(layer)
+    return cast(ConnectedLayer, kind.from_dense(layer, mask))
+
+
+def _check_storage(names: Names, storage: str) -> None:
+    """A model that is converted again keeps one kind of storage."""
+    masked_ones = [m for m in names if isinstance(m, MaskedLayer)]
+    if any(isinstance(m, SparseLayer) for m in names) if storage == "masked" else masked_ones:
+        other = "sparse" if storage == "masked" else "masked"
+        raise ValueError(f'the model has {other} layers already: pass storage="{other}"')
 
 
 def _check_choice(name: str, value: str, choices: Iterable[str]) -> None:
@@ -279,7 +304,7 @@ def _create(modules: list[nn.Module], names: Names, seed: int) -> None:
     before = {module: dict(module._parameters) for module in modules}
     for module in reversed(modules):  # a parent may set what its children hold
         module.to_empty(device="cpu", recurse=False)
-        torch.default_generator.manual_seed(_seed(seed, names[module][0]))
+        torch.default_generator.manual_seed(layer_seed(seed, names[module][0]))
         cast("Callable[[], None]", _reset(module))()
     created: dict[int, nn.Parameter | None] = {}
     for module, parameters in before.items():

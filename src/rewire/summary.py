@@ -8,9 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from rewire.leftover import shortened
 from rewire.nn.attention import SparseMultiheadAttention
-from rewire.nn.conv import ConvShape
 from rewire.nn.layer import ConnectedLayer
+from rewire.nn.shape import ConvShape
+from rewire.nn.sparse import SparseLayer
+from rewire.slow import is_slow
 
 _HEADER = ("layer", "kind", "shape", "connections", "density", "memory", "dense memory")
 _LEFT = 3  # so many columns are text, the others numbers
@@ -29,6 +32,7 @@ class LayerSummary:
         weights: weights of the dense layer.
         memory: bytes of parameters and buffers now, with the indices of a sparse layer.
         dense_memory: bytes of the dense layer.
+        slow: whether a sparse layer is likely to be slower than its dense form; see :mod:`rewire.slow`.
     """
 
     name: str
@@ -39,6 +43,7 @@ class LayerSummary:
     weights: int
     memory: int
     dense_memory: int
+    slow: bool = False
 
     @property
     def density(self) -> float:
@@ -98,7 +103,9 @@ class Summary:
         lines = ["  ".join(_padded(row, widths)).rstrip() for row in rows]
         rule = "-" * (sum(widths) + 2 * (len(widths) - 1))
         last = f"parameters: {self.parameters:,} against {self.dense_parameters:,} dense"
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], last])
+        slow = [layer.name or "(model)" for layer in self.layers if layer.slow]
+        note = [f"likely slower than dense at their density: {shortened(slow, 8)}"] if slow else []
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1], last, *note])
 
 
 def summary(model: nn.Module, *, show: bool = True) -> Summary:
@@ -108,7 +115,8 @@ def summary(model: nn.Module, *, show: bool = True) -> Summary:
     and density. Memory is that of the parameters and buffers as they are now, the indices of a
     sparse layer included; the dense memory is what the same layer takes as a torch layer. Norms
     and the like are one row, ``all else``. The total's connections and density are those of the
-    sparse layers.
+    sparse layers. A last line names sparse layers that are likely to be slower than dense ones at their
+    density; ``rewire.sparsify(..., skip="slow")`` or ``keep_dense=`` keeps them dense.
 
     Args:
         model: a model or a layer.
@@ -141,7 +149,7 @@ def summary(model: nn.Module, *, show: bool = True) -> Summary:
             others.update(dict.fromkeys(own))
     parameters = sum(tensor.numel() for tensor in _known(model.parameters()))
     ours = (module for module in model.modules() if isinstance(module, ConnectedLayer))
-    absent = sum(module.n_in * module.n_out - module.parameter.numel() for module in ours)
+    absent = sum(module.domain.size - module.parameter.numel() for module in ours)
     memory = _memory([*model.parameters(), *model.buffers()])
     result = Summary(
         layers=tuple(layers),
@@ -162,11 +170,12 @@ def _layer(name: str, module: nn.Module, memory: int) -> LayerSummary | None:
     if isinstance(module, ConnectedLayer):
         shape: tuple[int, ...] = (module.n_out, module.n_in)
         if isinstance(module, ConvShape):
-            shape = (module.n_out, module.in_channels, *module.kernel_size)
-        connections, weights = module.count, module.n_in * module.n_out
+            shape = module.weight_shape
+        connections, weights = module.count, module.domain.size
         dense = weights * module.parameter.element_size()
         dense += _memory([] if module.bias is None else [module.bias])
-        return LayerSummary(name, kind, shape, True, connections, weights, memory, dense)
+        slow = isinstance(module, SparseLayer) and is_slow(module, module.density)
+        return LayerSummary(name, kind, shape, True, connections, weights, memory, dense, slow)
     matrices = [p for p in _known(module.parameters(recurse=False)) if p.dim() > 1]
     if not matrices or isinstance(module, SparseMultiheadAttention):
         return None

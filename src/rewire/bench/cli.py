@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from enum import Enum
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rewire.bench import options
+from rewire.bench import options, shapes_cli
+from rewire.bench.finish import PATIENCE, finish
 from rewire.bench.options import Json, Plot, Quick, Rounds, Threads
+from rewire.bench.zoo import cli as zoo
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from rewire.bench.case import Case, Result
     from rewire.bench.memory import Memory
-    from rewire.bench.rewiring import Cost
     from rewire.bench.step import Plan
 
 app = typer.Typer(
@@ -30,7 +30,8 @@ app = typer.Typer(
     "runs in one process; ratios are what to trust, on a machine that does nothing else.",
 )
 
-R = TypeVar("R", "Result", "Cost")
+app.command()(zoo.zoo)
+app.command()(shapes_cli.shapes)
 
 
 class Part(str, Enum):
@@ -54,7 +55,6 @@ class Engine(str, Enum):
         return ("on", "off") if self is Engine.BOTH else (self.value,)
 
 
-_PATIENCE = 10.0  # seconds of one timing after which a few samples have to do
 _MISSING = "Share of the weights that is missing"
 
 
@@ -115,7 +115,7 @@ def layers(
         _tables(screen, results, installed)
         screen.print(show.overhead(overhead))
         more = {"peers": installed, "overhead_us": overhead}
-        _finish(screen, "layers", results, whole, more, json_file, plot_file, plot.save)
+        finish(screen, "layers", results, whole, more, json_file, plot_file, plot.save)
 
 
 @app.command()
@@ -203,7 +203,7 @@ def step(
             }
         if memory and whole:
             more["memory"] = [asdict(one) for one in _memory(screen, plan, results)]
-        _finish(screen, "step", results, whole, more, json_file, plot_file, plot.save)
+        finish(screen, "step", results, whole, more, json_file, plot_file, plot.save)
 
 
 @app.command()
@@ -236,7 +236,7 @@ def rewiring(
     options.check_files(json_file, plot_file)
     widths = options.parts(width, options.width) or (bench.QUICK_WIDTHS if quick else bench.WIDTHS)
     plan = bench.Plan(tuple(sorted(widths)), batch, dense_limit)
-    patience = _PATIENCE if rounds is None else math.inf
+    patience = PATIENCE if rounds is None else math.inf
     rounds = rounds or (7 if quick else 15)
     screen = show.console()
     costs: list[bench.Cost] = []
@@ -261,7 +261,7 @@ def rewiring(
         screen.print(show.footer(machine.facts(), {}))
         more = {"growth": [asdict(one) for one in growth], "million_draws_ms": draws}
         draw = rewiring_show.save_plot
-        _finish(screen, "rewiring", costs, whole, more, json_file, plot_file, draw)
+        finish(screen, "rewiring", costs, whole, more, json_file, plot_file, draw)
 
 
 def _memory(screen: Console, plan: Plan, results: Sequence[Result]) -> list[Memory]:
@@ -284,7 +284,7 @@ def _measure(
     if warning := machine.busy():
         screen.print(warning, style="yellow")
     results: list[Result] = []
-    patience = _PATIENCE if rounds is None else math.inf
+    patience = PATIENCE if rounds is None else math.inf
     rounds = rounds or (7 if quick else 15)
     with show.Progress(screen, len(cases)) as progress:
         try:
@@ -304,29 +304,3 @@ def _tables(screen: Console, results: Sequence[Result], installed: dict[str, str
     for table in show.tables(results):
         screen.print(table)
     screen.print(show.footer(machine.facts(), installed))
-
-
-def _finish(
-    screen: Console,
-    benchmark: str,
-    results: Sequence[R],
-    whole: bool,
-    more: dict[str, Any],
-    json_file: Path | None,
-    plot_file: Path | None,
-    draw: Callable[[Path, Sequence[R], str], None],
-) -> None:
-    """Write the files that were asked for."""
-    from rewire.bench import machine, show
-
-    if not whole:
-        screen.print("Interrupted: these are the results so far, and no file is written.")
-        raise typer.Exit(130)
-    facts = machine.facts()
-    if json_file is not None:
-        rows = [asdict(result) for result in results]
-        machine.save(json_file, {"benchmark": benchmark, "machine": facts, **more, "results": rows})
-        screen.print(f"Wrote {json_file}")
-    if plot_file is not None:
-        draw(plot_file, results, show.footer(facts, {}))
-        screen.print(f"Wrote {plot_file}")

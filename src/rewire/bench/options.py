@@ -41,6 +41,19 @@ def width(text: str) -> int:
     return int(text)
 
 
+def counts(values: Sequence[str] | None, option: str) -> tuple[int, ...]:
+    """The numbers of an option, in ascending order, each of them once."""
+
+    def count(text: str) -> int:
+        if not text.isdecimal() or int(text) < 1:
+            raise typer.BadParameter(
+                f"{text!r} is no number of at least 1, such as 64", param_hint=option
+            )
+        return int(text)
+
+    return tuple(sorted(parts(values, count)))
+
+
 def check_files(json_file: Path | None, plot_file: Path | None) -> None:
     """Complain now about a file that could not be written after minutes of measuring."""
     for option, path in (("--json", json_file), ("--plot", plot_file)):

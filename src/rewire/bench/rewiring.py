@@ -1,4 +1,4 @@
-"""What a rewiring costs: guided stochastic exploration, and RigL's way with the dense gradient.
+"""What a rewiring costs: guided stochastic exploration, and RigL with its dense gradient.
 
 One linear layer of ten connections per unit trains three steps at a time. The second is an ordinary one.
 The third ends with a rewiring, and the first meets connections that are new to it. What these two take
@@ -19,7 +19,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from rewire import GSE, Connections, Rewirer, Site, SparseLinear, sampling
+from rewire import GSE, Connections, Rewirer, RigL, SparseLinear, sampling
 from rewire.bench.timing import Tick, interleaved, no_collections
 from rewire.ops import layout
 from rewire.ops.reference import LINEAR
@@ -35,7 +35,6 @@ DENSE_LIMIT = 40_000  # the dense gradient of wider layers takes minutes
 RIGL = "RigL"
 STEP = "training step"
 MILLION = 1_000_000  # draws
-_BLOCK = 1 << 22  # elements of the dense gradient at a time
 _ENOUGH = 3  # rounds
 _UNTIL = 10**12  # so far off that the fraction stays what it is at the start
 
@@ -78,46 +77,6 @@ class Cost:
     step_ms: float
     steps: float
     share: float
-
-
-# RigL ---------------------------------------------------------------------------------------------
-
-
-class RigL(Rewirer):
-    """Grows where the gradient is largest of all inactive connections. Evci et al., 2020."""
-
-    def explore(self, site: Site) -> Connections:
-        """The connections to grow: S holds no others."""
-        assert site.batch is not None
-        return largest_gradients(site.batch, site.active, site.quota)
-
-
-def largest_gradients(
-    batch: Batch, active: Connections, count: int, block: int = _BLOCK
-) -> Connections:
-    """The inactive connections of a linear layer with the largest gradients.
-
-    The dense gradient is computed in blocks of output units, and what may be among the largest is kept.
-    """
-    x, dy = batch.x.t(), batch.dy.t()  # (units, batch), contiguous where memory is batch-last
-    n_in, n_out, keys = active.n_in, active.n_out, active.keys()
-    best, where = x.new_empty(0), keys.new_empty(0)
-    limit = -math.inf
-    for first in range(0, n_out, max(1, block // n_in)):
-        last = min(n_out, first + max(1, block // n_in))
-        scores = torch.mm(dy[first:last], x.t()).abs_().flatten()
-        mine = slice(int(active.indptr[first]), int(active.indptr[last]))
-        scores[keys[mine] - first * n_in] = -math.inf
-        if best.numel() < count:
-            kept, found = scores.topk(min(count, scores.numel()))
-        else:
-            found = (scores > limit).nonzero().flatten()
-            kept = scores[found]
-        best, where = torch.cat([best, kept]), torch.cat([where, found + first * n_in])
-        if best.numel() >= (count if limit == -math.inf else 2 * count) or last == n_out:
-            best, order = best.topk(min(count, best.numel()))
-            where, limit = where[order], float(best[-1])
-    return Connections.from_keys(where, n_in, n_out)
 
 
 # Timing -------------------------------------------------------------------------------------------

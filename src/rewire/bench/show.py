@@ -123,12 +123,12 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
         beside = _others(result)
         table.add_row(
             "" if result.shape == last else result.shape,
-            _percent(result.sparsity),
+            percent(result.sparsity),
             ms(result.ours_ms),
             *(["" if result.off_ms is None else ms(result.off_ms)] if both else []),
             "does not fit" if result.dense_ms is None else ms(result.dense_ms),
-            _highlighted(result.ratio),
-            *([_highlighted(result.off_ratio)] if both else []),
+            highlighted(result.ratio),
+            *([highlighted(result.off_ratio)] if both else []),
             *([times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
         )
@@ -165,17 +165,17 @@ def _means(
     for index, sparsity in enumerate(dict.fromkeys(result.sparsity for result in results)):
         mine = [result for result in results if result.sparsity == sparsity]
         dense = geometric_mean([result.ratio for result in mine if result.ratio is not None])
-        cells: list[str | Text] = ["", "", *([""] if both else []), _highlighted(dense)]
+        cells: list[str | Text] = ["", "", *([""] if both else []), highlighted(dense)]
         if both:
             off = [result.off_ratio for result in mine if result.off_ratio is not None]
-            cells.append(_highlighted(geometric_mean(off)))
+            cells.append(highlighted(geometric_mean(off)))
         if bounded:
             allowed = [ratio for result in mine if (ratio := _allowed(result)) is not None]
             cells.append(times(geometric_mean(allowed)))
         for name in others:
             found = [(r.ours_ms, _others(r)[name]) for r in mine if name in _others(r)]
-            cells.append(_highlighted(geometric_mean([theirs / ours for ours, theirs in found])))
-        yield ("" if index else "geometric mean", _percent(sparsity), *cells)
+            cells.append(highlighted(geometric_mean([theirs / ours for ours, theirs in found])))
+        yield ("" if index else "geometric mean", percent(sparsity), *cells)
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
@@ -208,10 +208,11 @@ def _others(result: Result) -> dict[str, float]:
 
 
 def _compared(theirs: float, ours: float) -> Text:
-    return Text(f"{ms(theirs)}  ").append(_highlighted(theirs / ours))
+    return Text(f"{ms(theirs)}  ").append(highlighted(theirs / ours))
 
 
-def _highlighted(ratio: float | None) -> Text:
+def highlighted(ratio: float | None) -> Text:
+    """How many times faster, in red where it is slower."""
     if ratio is None:
         return Text("")
     style = "red" if ratio < 1 else "yellow" if ratio < 2 else "bold green"
@@ -234,5 +235,6 @@ def ms(milliseconds: float) -> str:
     return f"{milliseconds:,.{digits}f} ms"
 
 
-def _percent(fraction: float) -> str:
+def percent(fraction: float) -> str:
+    """A fraction as a percentage."""
     return f"{100 * fraction:g} %"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import struct
+import zlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -21,6 +23,11 @@ Crop = Literal["area", "plain"]
 
 TRIES = 10  # at a random area that fits
 CROP_DRAWS = 2 * TRIES + 3
+_LONGEST = 100  # times the shorter side
+_DAMAGE = (
+    *(OSError, SyntaxError, ValueError, EOFError, OverflowError),
+    *(KeyError, IndexError, TypeError, struct.error, zlib.error),
+)  # what Pillow raises for files that are not whole
 MARGIN = 256 / 224  # shorter side to crop, as in the paper
 
 
@@ -40,8 +47,9 @@ def decode(
 
     try:
         with Image.open(path) as file:
-            image = file.convert("L" if channels == 1 else "RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            _check_size(*file.size)
+            image = _eight_bits(file).convert("L" if channels == 1 else "RGB")
+    except (*_DAMAGE, Image.DecompressionBombError) as error:
         raise DataError(f"{path} cannot be read as an image: {error}") from error
     if draws is not None and crop == "area":
         image = image.crop(area_box(*image.size, draws))
@@ -58,6 +66,32 @@ def decode(
     if draws is not None and draws[-1] < 0.5:
         pixels = pixels[:, ::-1]
     return pixels.reshape(size, size, channels).transpose(2, 0, 1)
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raise a ValueError for an image whose shorter side cannot be resized without a flood of pixels."""
+    if min(width, height) * _LONGEST < max(width, height):
+        raise ValueError(
+            f"it has {width} x {height} pixels; one side may be at most {_LONGEST} times the other"
+        )
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """The same with eight bits for each colour: Pillow cuts larger numbers off, and does not scale them."""
+    from PIL import Image
+
+    png = image.mode == "I" and image.format == "PNG"  # as some versions read 16 bits
+    if image.mode.startswith("I;16") or png:
+        wide = np.asarray(image).astype(np.uint32)
+        return Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
+    if image.mode == "F":
+        values = np.asarray(image)
+        if not (np.isfinite(values).all() and values.min() >= 0 and values.max() <= 1):
+            raise ValueError("its pixels are floats that are not all in [0, 1]")
+        return Image.fromarray((values * 255).round().astype(np.uint8))
+    if image.mode == "I":
+        raise ValueError("its pixels are integers of 32 bits, of an unknown range")
+    return image
 
 
 def _resize_shorter(image: Image.Image, size: int) -> Image.Image:

@@ -298,6 +298,8 @@ def _written(arguments: Mapping[str, Any]) -> Iterator[Buffer]:
 
 
 def _parts(value: Any) -> list[Buffer | None]:
+    if isinstance(value, list):
+        return [one["operand"] for one in value]
     return list(value.values()) if isinstance(value, dict) else [value]
 
 

@@ -50,7 +50,25 @@ class Graph(NamedTuple):
 
 
 class Nothing(NamedTuple):
-    """Of ``relu`` (x) and ``add`` (x, y)."""
+    """Of ``relu`` (x), of ``cat`` (x, y, ...) along the channels, and of ``add``, ``sub``, ``mul`` and
+    ``div`` (x, y): one of the two has the shape of the output, the other one is broadcast to it."""
+
+
+class Activation(NamedTuple):
+    """Of ``activation`` (x): ReLU is an operation of its own."""
+
+    kind: str  # key into the table of activations
+    p: float = (
+        0.0  # its parameters: slope, alpha and scale, lower and upper bound, beta and threshold
+    )
+    q: float = 0.0
+
+
+class Affine(NamedTuple):
+    """Of ``affine`` (x): ``x * scale + shift``."""
+
+    scale: float
+    shift: float
 
 
 class Conv(NamedTuple):
@@ -65,7 +83,7 @@ class Conv(NamedTuple):
 
 
 class Linear(NamedTuple):
-    """Of ``linear`` (x, values, bias), x being (N, C)."""
+    """Of ``linear`` (x, values, bias), x being (..., C)."""
 
     topology: int
     probe: bool
@@ -80,12 +98,20 @@ class BatchNorm(NamedTuple):
     track: bool  # whether the running statistics are updated
 
 
+class LayerNorm(NamedTuple):
+    """Of ``layer_norm`` (x, weight, bias), x being (..., C); not centered, a root mean square norm."""
+
+    eps: float
+    centered: bool
+
+
 class Pool(NamedTuple):
     """Of ``max_pool2d`` (x)."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
     padding: tuple[int, int]
+    ceil: bool = False
 
 
 class AvgPool(NamedTuple):
@@ -95,6 +121,7 @@ class AvgPool(NamedTuple):
     stride: tuple[int, int]
     padding: tuple[int, int]
     count_include_pad: bool
+    ceil: bool = False
 
 
 class Mean(NamedTuple):
@@ -110,6 +137,13 @@ class Slice(NamedTuple):
     across: int
 
 
+class Narrow(NamedTuple):
+    """Of ``narrow`` (x): ``x[:, first:last]``."""
+
+    first: int
+    last: int
+
+
 class Pad(NamedTuple):
     """Of ``pad`` (x): (before, after) for N, C, H and W in a row."""
 
@@ -123,6 +157,12 @@ class View(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Permute(NamedTuple):
+    """Of ``permute`` (x)."""
+
+    dims: tuple[int, ...]
+
+
 class Dropout(NamedTuple):
     """Of ``dropout`` (x)."""
 
@@ -131,8 +171,10 @@ class Dropout(NamedTuple):
 
 
 NOTHING = Nothing()
-VIEWS = frozenset(("view", "slice"))
+VIEWS = frozenset(("view", "slice", "narrow", "permute"))
 """Operations whose output shares the memory of their input in PyTorch."""
+STRIDED = frozenset(("slice", "narrow", "permute"))
+"""Those of them whose output does not lie in memory as its shape says."""
 
 
 def root(nodes: Sequence[tuple[Any, ...]], index: int) -> int:

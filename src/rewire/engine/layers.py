@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine import observe
-from rewire.engine.parse import No, dtype_of, shape_of
+from rewire.engine.parse.base import No, dtype_of, shape_of
 from rewire.engine.region import Region
 from rewire.engine.scope import active, recording
 from rewire.ops import products
@@ -32,7 +32,7 @@ def conv2d(layer: Any, x: Any) -> Any:
     out = products.output_shape(conv, shape, layer.out_channels)
     if min(out) < 1 or shape[0] < 1:
         return _alone(layer, x, "its output is empty")
-    products.check_layer(conv, shape[1], values.dtype, values, bias, topology)
+    topology = products.check_layer(conv, shape[1], values.dtype, values, bias, topology)
     sizes = (conv.kernel, conv.stride, conv.padding, conv.dilation)
     attrs = ir.Conv(*sizes, len(region.topologies), layer.probe is not None)
     return _layer(region, "conv2d", attrs, layer, (x, values, bias), out, topology)
@@ -45,14 +45,19 @@ def linear(layer: Any, x: Any) -> Any:
         return No
     region, values, bias, topology = begun
     shape = shape_of(x)
-    if len(shape) != 2 or shape[1] != layer.in_features:
-        return _alone(layer, x, "its input is not of shape (N, features)")
+    if len(shape) < 2 or shape[-1] != layer.in_features:
+        return _alone(layer, x, "its input is not of shape (..., features)")
     if 0 in shape or layer.out_features < 1:
         return _alone(layer, x, "its output is empty")
-    products.check_layer(LINEAR, shape[1], values.dtype, values, bias, topology)
+    topology = products.check_layer(LINEAR, shape[-1], values.dtype, values, bias, topology)
     attrs = ir.Linear(len(region.topologies), layer.probe is not None)
-    out = (shape[0], layer.out_features)
+    out = (*shape[:-1], layer.out_features)
     return _layer(region, "linear", attrs, layer, (x, values, bias), out, topology)
+
+
+def by_itself(layer: Any, x: Any) -> None:
+    """Tell who wants to know that a layer of a kind that is not recorded computes its output."""
+    _alone(layer, x, f"a {type(layer).__name__} is not recorded")
 
 
 def _begun(layer: Any, x: Any) -> tuple[Region, Tensor, Tensor | None, Topology] | None:

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor
 
 from rewire.engine import private
+from rewire.engine.graph import STRIDED
 from rewire.engine.private import without_functions
+from rewire.ops.layout import contiguous_strides
 
 METADATA: dict[Any, Callable[..., Any]] = {}
 """By torch function: what answers without any numbers. A part of the following."""
@@ -27,6 +29,10 @@ METADATA: dict[Any, Callable[..., Any]] = {}
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """By torch function: answers with the result, or NotImplemented if the region has to run. Takes the
 function's own arguments."""
+
+
+OTHERS: set[type] = set()
+"""Kinds of tensors that see to all functions of a lazy tensor and one of theirs."""
 
 
 class LazyTensor(torch.Tensor):
@@ -98,6 +104,8 @@ def replaced(value: Any, change: Callable[[Any], Any], kind: type = LazyTensor) 
 
 def call(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """A torch function that the engine does not know, once its arguments are computed."""
+    if not OTHERS.isdisjoint(types):
+        return NotImplemented
     linked = False
     for lazy in lazies((args, kwargs)):
         if lazy._region is not None:
@@ -153,12 +161,25 @@ class Shadow(torch.autograd.Function):
 
 def make(region: Any, index: int) -> LazyTensor:
     """The tensor of a node."""
-    _, attrs, inputs, shape, _ = node = region.nodes[index]
-    if node[0] != "slice":
+    op, _, _, shape, _ = region.nodes[index]
+    if op not in STRIDED:
         return private.make_wrapper(LazyTensor, shape, dtype=region.dtype)
-    *_, height, width = region.nodes[inputs[0]][3]
-    strides = (shape[1] * height * width, height * width, attrs.down * width, attrs.across)
+    strides = _strides(region, index)
     return private.make_wrapper(LazyTensor, shape, strides=strides, dtype=region.dtype)
+
+
+def _strides(region: Any, index: int) -> tuple[int, ...]:
+    """Those of torch's result; of what is no view, as if it was contiguous."""
+    op, attrs, inputs, shape, _ = region.nodes[index]
+    if op == "slice":
+        rows, columns, down, across = _strides(region, inputs[0])
+        return (rows, columns, attrs.down * down, attrs.across * across)
+    if op == "narrow":
+        return _strides(region, inputs[0])
+    if op == "permute":
+        strides = _strides(region, inputs[0])
+        return tuple(strides[dim] for dim in attrs.dims)
+    return contiguous_strides(shape)
 
 
 ShadowBackward: Any = Shadow._backward_cls

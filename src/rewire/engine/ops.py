@@ -21,13 +21,15 @@ from rewire.ops.reference import convolution
 
 def _conv2d(a: ir.Conv, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     return ops.conv2d(
-        *(x, values, bias, data.topologies[a.topology], convolution(*a[:4])),
+        *(x, values.reshape(-1, 1), bias, data.topologies[a.topology], convolution(*a[:4])),
         probe=data.probes[a.topology],
     )
 
 
 def _linear(a: ir.Linear, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.linear(x, values, bias, data.topologies[a.topology], probe=data.probes[a.topology])
+    topology, probe = data.topologies[a.topology], data.probes[a.topology]
+    y = ops.linear(x.flatten(0, -2), values, bias, topology, probe=probe)
+    return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _batch_norm(
@@ -46,6 +48,35 @@ def _batch_norm(
     assert a.momentum is not None
     momentum = float(data.scalars[a.momentum])
     return F.batch_norm(x, mean, variance, weight, bias, True, momentum, a.eps)
+
+
+def _layer_norm(
+    a: ir.LayerNorm, data: Data, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    if a.centered:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, a.eps)
+    return F.rms_norm(x, x.shape[-1:], weight, a.eps)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
+    "hardtanh": lambda x, p, q: F.hardtanh(x, p, q),
+    "leaky_relu": lambda x, p, q: F.leaky_relu(x, p),
+    "elu": lambda x, p, q: F.elu(x, p) * q if q != 1 else F.elu(x, p),
+    "silu": lambda x, p, q: F.silu(x),
+    "gelu": lambda x, p, q: F.gelu(x),
+    "gelu_tanh": lambda x, p, q: F.gelu(x, approximate="tanh"),
+    "sigmoid": lambda x, p, q: torch.sigmoid(x),
+    "tanh": lambda x, p, q: torch.tanh(x),
+    "hardswish": lambda x, p, q: F.hardswish(x),
+    "hardsigmoid": lambda x, p, q: F.hardsigmoid(x),
+    "softplus": lambda x, p, q: F.softplus(x, p, q),
+}
+"""By kind: what an activation computes."""
+
+
+def _affine(a: ir.Affine, data: Data, x: Tensor) -> Tensor:
+    y = x if a.scale == 1 else x * a.scale
+    return y + a.shift if a.shift or a.scale == 1 else y
 
 
 def _pad(a: ir.Pad, data: Data, x: Tensor) -> Tensor:
@@ -76,8 +107,9 @@ class _Dropout(torch.autograd.Function):
 
 def dropout(x: Tensor, p: float, seed: int) -> Tensor:
     """``F.dropout`` with the noise of a seed."""
-    y: Tensor = _Dropout.apply(x, p, seed)  # type: ignore[no-untyped-call]
-    return y
+    rows = x if x.dim() in (2, 4) else x.reshape(-1, x.shape[-1])
+    y: Tensor = _Dropout.apply(rows, p, seed)  # type: ignore[no-untyped-call]
+    return y.view(x.shape)
 
 
 Eager = Callable[..., Tensor]
@@ -85,16 +117,25 @@ EAGER: dict[str, Eager] = {
     "conv2d": _conv2d,
     "linear": _linear,
     "batch_norm": _batch_norm,
+    "layer_norm": _layer_norm,
     "relu": lambda a, data, x: F.relu(x),
+    "activation": lambda a, data, x: ACTIVATIONS[a.kind](x, a.p, a.q),
+    "affine": _affine,
     "add": lambda a, data, x, y: x + y,
-    "max_pool2d": lambda a, data, x: F.max_pool2d(x, a.kernel, a.stride, a.padding),
+    "sub": lambda a, data, x, y: x - y,
+    "mul": lambda a, data, x, y: x * y,
+    "div": lambda a, data, x, y: x / y,
+    "max_pool2d": lambda a, data, x: F.max_pool2d(x, a.kernel, a.stride, a.padding, 1, a.ceil),
     "avg_pool2d": lambda a, data, x: F.avg_pool2d(
-        x, a.kernel, a.stride, a.padding, False, a.count_include_pad
+        x, a.kernel, a.stride, a.padding, a.ceil, a.count_include_pad
     ),
     "mean": lambda a, data, x: x.mean((2, 3), keepdim=a.keepdim),
     "slice": lambda a, data, x: x[:, :, :: a.down, :: a.across],
+    "narrow": lambda a, data, x: x[:, a.first : a.last],
+    "cat": lambda a, data, *parts: torch.cat(parts, 1),
     "pad": _pad,
     "view": lambda a, data, x: x.reshape(a.shape),
+    "permute": lambda a, data, x: x.permute(a.dims),
     "dropout": _dropout,
 }
 

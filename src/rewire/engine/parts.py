@@ -186,7 +186,9 @@ def _divided(
 def _better_by_torch(ops: Sequence[str]) -> bool:
     """Whether there is nothing to gain from a plan: a layer by itself, or operations around layers, which
     would have to move their tensors to another layout and back."""
-    return (len(ops) == 1 and ops[0] != "dropout") or not any(op in _PLANNED for op in ops)
+    computed = [op for op in ops if op not in VIEWS]
+    return computed in _ALONE or not any(op in _PLANNED for op in computed)
 
 
+_ALONE = [[op] for op in EAGER if op != "dropout"]
 _PLANNED = (*PRODUCTS, "dropout")  # torch's dropout has other noise

@@ -19,14 +19,14 @@ import rewire
 from rewire.engine import private
 from rewire.engine.lazy import HANDLERS, LazyTensor
 from rewire.engine.observe import Why
-from rewire.engine.parse import dtype_of, shape_of
+from rewire.engine.parse.base import dtype_of, shape_of
 from rewire.engine.scope import Scope
 from rewire.ops import native
 from rewire.ops.sharding import has_fsdp
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _REWIRE = os.path.dirname(rewire.__file__) + os.sep
-_MODELS = os.path.join(_REWIRE, "models") + os.sep
+_MODELS = tuple(os.path.join(_REWIRE, *path, "") for path in (("models",), ("bench", "zoo")))
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _PACKAGES = sysconfig.get_path("purelib") + os.sep
 _FUNCTIONS = os.path.join(_TORCH, "autograd", "function.py")

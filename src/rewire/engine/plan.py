@@ -35,6 +35,13 @@ class Role(Enum):
     EXPORT = "export"  # what a rewirer looks at
 
 
+class Window(NamedTuple):
+    """Some channels of a tensor."""
+
+    first: int
+    shape: tuple[int, ...]  # of the whole
+
+
 @dataclass(eq=False)
 class Buffer:
     """Memory that steps read and write: ``elements`` of the region's type, or bytes."""
@@ -46,6 +53,7 @@ class Buffer:
     element: int = 0  # bytes of an element
     offset: int = -1  # in the arena
     base: Buffer | None = None  # whose memory this is, seen as another shape
+    window: Window | None = None  # if it is a part of the base
 
     @property
     def bytes(self) -> int:
@@ -59,6 +67,14 @@ class Buffer:
         """The same memory as another shape, or another layout of which it is one as well."""
         layout = layout or self.layout
         return Buffer(shape, layout, self.role, self.number, self.element, base=self.root)
+
+    def channels(self, first: int, last: int) -> Buffer:
+        """Some channels of this tensor, in the same memory."""
+        whole = self.shape if self.window is None else self.window.shape
+        start = first if self.window is None else first + self.window.first
+        part = self.seen_as((self.shape[0], last - first, *self.shape[2:]))
+        part.window = Window(start, whole)
+        return part
 
 
 @dataclass(eq=False)
@@ -88,6 +104,8 @@ def _buffers(arguments: Iterable[Any]) -> Iterator[Buffer]:
             yield argument.root
         elif isinstance(argument, dict):
             yield from _buffers(argument.values())
+        elif isinstance(argument, list):
+            yield from _buffers(argument)
 
 
 @dataclass(eq=False)

@@ -27,6 +27,10 @@ _SIZES = {"geometry": "Geometry", "pool": "Pool", "images": "Images", "slicing":
 _SIZES |= {"padding": "Padding"}
 _OPERANDS = {"topology": "TopologyOperands", "norm": "NormOperands", "before": "InputNorm"}
 _OPERANDS |= {"deferred": "DeferredGradient", "dnorm": "NormGradientOperands"}
+_OPERANDS |= {"reads": "Access", "norms": "NormOperands", "program": "Instruction"}
+_OPERANDS |= {"writes": "SlotAccess", "sums": "SlotAccess", "norm_sums": "NormSums"}
+_OPERANDS |= {"gradients": "NormGradientOperands"}
+_ENUMS = {"op": "Operation", "activation": "Activation"}
 
 
 class _Pass:
@@ -54,6 +58,10 @@ class _Pass:
             return self._operand(value.root)
         if isinstance(value, Layout):
             return getattr(module.Layout, value.name.lower())
+        if isinstance(value, list):
+            return [self._argument(name, one) for one in value]
+        if name in _ENUMS:
+            return getattr(getattr(module, _ENUMS[name]), value)
         if name in _SIZES:
             return getattr(module, _SIZES[name])(*value)
         if name in _OPERANDS:

@@ -34,6 +34,7 @@ _CHANGED = (
 _OPERANDS = {
     **dict.fromkeys(("conv2d", "linear"), ("input", "values", "bias")),
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
+    "layer_norm": ("input", "weight", "bias"),
     "add": ("first operand", "second operand"),
 }
 
@@ -204,11 +205,12 @@ class Region:
     def may_rename(self, lazy: LazyTensor) -> bool:
         """Whether nobody would notice: C++ code does not hold it, and no view shares its memory."""
         index = lazy._index
-        if self.nodes[index][0] in VIEWS or private.use_count(lazy) > 1:
+        if private.use_count(lazy) > 1:
             return False
+        top = root(self.nodes, index)
         return not self.views or not any(
-            node[0] in VIEWS and root(self.nodes, i) == index and self._alive(i)
-            for i, node in enumerate(self.nodes[index + 1 :], index + 1)
+            i != index and root(self.nodes, i) == top and self._alive(i)
+            for i in range(top, len(self.nodes))
         )
 
     def _alive(self, index: int) -> bool:

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 from rewire.engine.graph import Graph, Node, Ref
 
 PRODUCTS = ("conv2d", "linear")
+POINTWISE = ("relu", "activation", "affine", "add", "sub", "mul", "div")
+_LARGEST_GROUP = 6  # operations of one pointwise kernel: its values stay in the first-level cache
 
 
 class Uses:
@@ -64,6 +66,26 @@ def tail(uses: Uses, node: int) -> int:
     return node if relu is None else relu
 
 
+def pointwise_reader(uses: Uses, node: int) -> int | None:
+    """The operation element by element that alone reads a value of its own shape: one kernel computes both,
+    and the value is never in memory."""
+    reader = uses.sole_reader(node)
+    if not uses.is_op(reader, *POINTWISE) or uses.shape(reader) != uses.shape(node):  # type: ignore[arg-type]
+        return None
+    assert reader is not None
+    return reader if _group_size(uses, reader) <= _LARGEST_GROUP else None
+
+
+def _group_size(uses: Uses, node: int) -> int:
+    """How many operations a pointwise kernel would compute for a value, if nothing limited it."""
+    size = 1
+    for ref in uses.nodes[node].inputs:
+        if uses.is_op(ref, *POINTWISE, "batch_norm") and uses.sole_reader(ref) == node:
+            assert ref is not None
+            size += _group_size(uses, ref) if uses.is_op(ref, *POINTWISE) else 1
+    return size
+
+
 def rows_product(uses: Uses, linear: int) -> bool:
     """A linear layer between contiguous tensors reads and writes them as they are: its kernel transposes a
     few rows at a time."""
@@ -91,6 +113,9 @@ class ResidualSum(NamedTuple):
 
 def residual_sum(uses: Uses, add: int) -> ResidualSum | None:
     """A batch norm whose only reader is a sum is computed in the same pass as the sum, and its ReLU."""
+    left, right = (uses.shape(ref) for ref in uses.nodes[add].inputs if ref is not None)
+    if left != right or (tail(uses, add) == add and pointwise_reader(uses, add) is not None):
+        return None
     for norm, residual in (uses.nodes[add].inputs, uses.nodes[add].inputs[::-1]):
         if uses.is_op(norm, "batch_norm") and uses.sole_reader(norm) == add:
             assert norm is not None

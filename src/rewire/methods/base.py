@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 import torch
@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 from rewire import communication, optim, sampling, wrappers
 from rewire.communication import Alone
 from rewire.connections import Connections
-from rewire.methods import together
+from rewire.methods import streaming, together
 from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
 from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
 from rewire.methods.following import Followers
 from rewire.methods.history import History, Rewiring, total
-from rewire.methods.site import Probe, Site, find, parameters
+from rewire.methods.site import Like, Probe, Site, find, parameters
 from rewire.nn import copies
 from rewire.ops.sampling import Stream, magnitude
 from rewire.sampling import DRAWS, Batch
@@ -31,7 +31,7 @@ class Rewirer:
 
     A method is three small rules:
 
-    - :meth:`explore` gives S, the inactive connections of a layer to consider;
+    - :meth:`explore` gives S, the inactive connections of a layer to consider, or None for all of them;
     - :meth:`growth` scores S: the highest are grown, with weight zero;
     - :meth:`survival` scores the active connections A: the lowest are pruned, but never the best of a
       layer, so that no layer is left without connections.
@@ -109,8 +109,12 @@ class Rewirer:
 
     # The rules ------------------------------------------------------------------------------------
 
-    def explore(self, site: Site) -> Connections:
-        """S, the inactive connections to consider; by default all, which takes O(n_in * n_out)."""
+    def explore(self, site: Site) -> Connections | None:
+        """S, the inactive connections to consider; by default all, which takes O(n_in * n_out).
+
+        None is all of them, too, but does not list them: their gradient is evaluated in blocks when the
+        rewiring is done, and S becomes the k connections where it is largest.
+        """
         return sampling.inactive(site.active)
 
     def growth(self, site: Site) -> Tensor:
@@ -215,7 +219,7 @@ class Rewirer:
 
     def has_seen(self, site: Site) -> bool:
         """Whether a layer had a gradient that the coming rewiring can use."""
-        return site.gradient is not None
+        return site.gradient is not None or site.dense is not None
 
     def _arm(self) -> None:
         """Put the probes into the layers if the next step is to be seen, else take them out."""
@@ -232,7 +236,7 @@ class Rewirer:
 
     def observe(self, site: Site, batch: Batch) -> None:
         """Take what a probe has seen in a backward pass: draw S in the first, add the gradient at S."""
-        if site.subset is None:
+        if site.subset is None and site.dense is None:
             site.batch = batch._replace(group=self._group)
             self._explore(site, self.t + 1)
             site.batch = None
@@ -241,22 +245,47 @@ class Rewirer:
     def _explore(self, site: Site, t: int) -> None:
         site.stream = Stream(self.seed, DRAWS, t, site.index)
         site.quota = min(sampling.ceil(self.alpha(t) * site.layer.count), site.free)
-        site.subset, site.explored_beside = self.explore(site), site.active
+        subset = self.explore(site)
+        if subset is None and not self.guided:
+            raise NotImplementedError(
+                f"{type(self).__name__} is not guided: its explore() must list what may grow"
+            )
+        site.take(subset)
 
     @property
     def subsets(self) -> dict[str, Connections]:
-        """S of each layer that has explored one for the next rewiring."""
-        return {site.name: site.subset for site in self._sites if site.subset is not None}
+        """S of each layer that has explored one for the next rewiring; of everything, what would grow."""
+        with self._listed():
+            return {site.name: site.subset for site in self._sites if site.subset is not None}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
         """The gradient at S of each such layer, as far as it is summed up."""
-        return {site.name: site.gradient for site in self._sites if site.gradient is not None}
+        with self._listed():
+            return {site.name: site.gradient for site in self._sites if site.gradient is not None}
+
+    def _keep_best(self, sites: Sequence[Site], t: int, processes: Alone) -> None:
+        """Where S is everything, let it be the connections that grow."""
+        dense = [site for site in sites if site.dense is not None]
+        for group in self.groups(dense) if dense else ():
+            active = sum(site.layer.count for site in group)
+            streaming.keep_best(group, sampling.ceil(self.alpha(t) * active), processes)
+
+    @contextmanager
+    def _listed(self) -> Iterator[None]:
+        """For a while, S of everything is what would grow with the gradients so far."""
+        sites = [site for site in self._sites if site.dense is not None]
+        try:
+            self._keep_best(sites, self.t + 1, Alone())
+            yield
+        finally:
+            for site in sites:
+                site.subset = site.gradient = site.considered = None
 
     # Replacing connections ------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _rewire(self) -> Rewiring:
+    def _rewire(self) -> Rewiring | None:
         sites = [site for site in self._sites if site.layer.parameter.requires_grad]
         optim.check(self.optimizer, parameters(sites))
         if self.guided:
@@ -272,6 +301,7 @@ class Rewirer:
         else:
             for site in sites:
                 self._explore(site, self.t)
+        self._keep_best(sites, self.t, self._group)
         self.choose(sites)
         if self.conserves is not None:
             check_budget(sites, self.conserves)
@@ -308,16 +338,18 @@ class Rewirer:
         A ``fraction`` that is a function is not saved.
         """
         settings = {name: getattr(self, name) for name in self.settings}
+        with self._listed():
+            layers = {site.name: site.state_dict() for site in self._sites}
         return {
             "method": type(self).__name__,
             "t": self.t,
             "settings": {k: v for k, v in settings.items() if not callable(v)},
-            "layers": {site.name: site.state_dict() for site in self._sites},
+            "layers": layers,
             "history": self.history.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back, with its settings, after the model's and the optimizer's."""
+        """Take :meth:`state_dict` back, with its settings; then load the model's and the optimizer's."""
         if state["method"] != type(self).__name__:
             raise ValueError(f"this is the state of a {state['method']}, not {type(self).__name__}")
         names = [site.name for site in self._sites]
@@ -326,14 +358,38 @@ class Rewirer:
                 f"the state is that of a model with sparse layers {', '.join(state['layers'])}; this "
                 f"one has {', '.join(names)}"
             )
-        for name, value in state["settings"].items():
+        settings = self._checked_settings(state["settings"])
+        t = check_integer("t", state["t"])
+        rows = self.history.checked(state["history"])
+        found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._sites]
+        # Nothing is changed before all of it is known to fit.
+        for name, value in settings.items():
             setattr(self, name, value)
-        self.t = state["t"]
-        self.history.load_state_dict(state["history"])
-        for site in self._sites:
-            site.load_state_dict(state["layers"][site.name])
+        self.t = t
+        self.history.put(rows)
+        for site, one in zip(self._sites, found, strict=True):
+            site.put(one)
         self._reshape_old_state()
         self._arm()
+
+    def memory_of(self, site: Site) -> Mapping[str, Like]:
+        """What the tensors are like that the method keeps in ``site.memory``; saved ones are compared."""
+        return {}
+
+    def _checked_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Saved settings; raises a ValueError if the method has no such ones, or of another type."""
+        for name, value in given.items():
+            if name not in self.settings:
+                raise ValueError(f"{type(self).__name__} has no setting {name!r}")
+            now = getattr(self, name)
+            kinds = {str} if isinstance(now, str) else {int, float, type(None), type(now)}
+            if type(value) not in kinds:
+                raise ValueError(f"{name} must be like {now!r}, got {value!r}")
+        if check_integer("every", given.get("every", 1)) < 1:
+            raise ValueError(f"every must be at least 1 step, got {given['every']}")
+        if "scope" in given:
+            check_choice("scope", given["scope"], ("global", "layer"))
+        return dict(given)
 
     def _reshape_old_state(self) -> None:
         """That of the optimizer, which may load it before there is a rewirer, or after."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,6 +15,26 @@ from rewire.connections import Connections
 from rewire.methods.history import LayerRewiring
 from rewire.methods.site import Site
 from rewire.ops import sampling as ops
+
+
+def topk(scores: Sequence[Tensor], k: int) -> list[Tensor]:
+    """Masks of the k highest of all these scores, in linear time; of equal ones the first."""
+    flat = ops.joined([score.detach().cpu().flatten() for score in scores])
+    return list(ops.select(flat, k).split([score.numel() for score in scores]))
+
+
+def lowest(scores: Sequence[Tensor], k: int) -> list[Tensor]:
+    """Masks of the k lowest of all these scores, but never the best of a layer, in linear time."""
+    sizes = [score.numel() for score in scores]
+    flat = ops.joined([score.detach().cpu().flatten() for score in scores])
+    for part in flat.split(sizes):
+        keep_best(part)
+    return list(ops.select(flat, k, largest=False).split(sizes))
+
+
+def spare(counts: Iterable[int]) -> int:
+    """How many connections :func:`lowest` can take from layers of so many: all but one of each."""
+    return sum(max(0, count - 1) for count in counts)
 
 
 def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -> None:
@@ -26,12 +47,8 @@ def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -
             raise ValueError(
                 f"{rule}() gave {score.numel()} scores for {size} connections of {site.name}"
             )
-    flat = ops.joined([score.detach().cpu().flatten() for score in scores])
-    if what == "pruned":
-        for part in flat.split(sizes):
-            keep_best(part)
-    chosen = ops.select(flat, k, largest=what == "grown")
-    for site, mask in zip(sites, chosen.split(sizes), strict=True):
+    masks = topk(scores, k) if what == "grown" else lowest(scores, k)
+    for site, mask in zip(sites, masks, strict=True):
         setattr(site, what, mask)
 
 
@@ -69,6 +86,33 @@ def check_budget(sites: Sequence[Site], scope: str) -> None:
 # Replacing connections ----------------------------------------------------------------------------
 
 
+class Replaced(NamedTuple):
+    """The connections of a layer after some were pruned and others grown.
+
+    Attributes:
+        connections: A without P and with G.
+        source: where each of them stood before; -1 if it is grown.
+        pruned, grown: masks over the former A (P) and over S (G).
+    """
+
+    connections: Connections
+    source: Tensor
+    pruned: Tensor
+    grown: Tensor
+
+    def follow(self, tensor: Tensor, fresh: float = 0.0) -> Tensor:
+        """What belonged to the former connections as it belongs to these, ``fresh`` where one is grown."""
+        return ops.follow(tensor, self.source, fresh)
+
+
+def replace(active: Connections, pruned: Tensor, subset: Connections, grown: Tensor) -> Replaced:
+    """The connections ``(A - P) + G``, with P a mask over A and G one over S."""
+    pruned, grown = pruned.cpu(), grown.cpu()
+    a, s = sampling.rows(active), sampling.rows(subset)
+    rows, source = ops.replace(a, pruned, s, grown, active.n_in)
+    return Replaced(active.domain.of(*rows), source, pruned, grown)
+
+
 class Change(NamedTuple):
     """What a layer is about to become: its connections, their values, and the state that follows them."""
 
@@ -83,23 +127,29 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
     layer, subset = site.layer, subset_of(site)
     assert site.pruned is not None
     assert site.grown is not None
+    site.check_units(subset)
+    for what, mask, count in (
+        ("pruned", site.pruned, layer.count),
+        ("grown", site.grown, len(subset)),
+    ):
+        if mask.dtype != torch.bool or tuple(mask.shape) != (count,):
+            raise ValueError(
+                f"choose() has set {what!r} of {site.name} to {mask.dtype} of shape {tuple(mask.shape)}, "
+                f"expected a boolean mask of {count} connections"
+            )
     if not (ops.number(site.pruned) or ops.number(site.grown)):
         return None
-    pruned, grown = site.pruned.cpu(), site.grown.cpu()
-    rows, source = ops.replace(
-        sampling.rows(site.active), pruned, sampling.rows(subset), grown, layer.n_in
-    )
-    connections = Connections(layer.n_in, layer.n_out, *rows)
+    after = site.after or replace(site.active, site.pruned, subset, site.grown)
 
     def follow(state: Tensor, fresh: float) -> Tensor:
-        values = ops.follow(layer.gather(state), source, fresh)
-        return layer.scatter(connections, values, fresh)
+        values = after.follow(layer.gather(state), fresh)
+        return layer.scatter(after.connections, values, fresh)
 
     return Change(
-        connections,
-        ops.follow(site.weights, source),
+        after.connections,
+        after.follow(site.weights),
         optim.carry(optimizer, layer.parameter, follow),
-        {key: ops.follow(tensor, source) for key, tensor in site.state.items()},
+        {key: after.follow(tensor) for key, tensor in site.state.items()},
     )
 
 
@@ -109,7 +159,7 @@ def apply(site: Site, change: Change | None) -> None:
         site.layer.set_connections(change.connections, change.values)
         optim.put(site.layer.parameter, change.optimizer)
         site.state = change.state
-        site.count().add(sampling.rows(subset_of(site)), site.grown)
+        site.count().add(sampling.rows(subset_of(site).packed()), site.grown)
 
 
 def part(site: Site) -> LayerRewiring:
@@ -124,7 +174,7 @@ def part(site: Site) -> LayerRewiring:
         pruned=size(site.pruned),
         subset=_considered(site),
         ever=site.count().total(),
-        possible=site.layer.n_in * site.layer.n_out,
+        possible=site.layer.domain.size,
     )
 
 

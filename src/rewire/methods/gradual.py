@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from rewire import sampling
+from rewire.budgets import held
 from rewire.connections import Connections
 from rewire.methods.arguments import check_choice
 from rewire.methods.base import Rewirer
@@ -24,8 +25,9 @@ class Gradual(Rewirer):
 
     Every ``every`` steps, and at ``until``, the smallest weights go, so that the sparsity is
     :math:`s_t = s_f + (s_i - s_f)(1 - (t - t_0) / (t_1 - t_0))^3`, from what the model begins with to
-    ``sparsity``. Until then the layers are masked. At ``until`` sparse layers take their place in the
-    model, and the optimizer goes on with their values and its own state of them.
+    ``sparsity``; or that with a cosine in place of the cube. Until then the layers are masked. At ``until``
+    sparse layers take their place in the model, and the optimizer goes on with their values and its own
+    state of them.
 
     Args:
         model: has masked layers, usually all connections of the user's dense model:
@@ -35,12 +37,15 @@ class Gradual(Rewirer):
         every: steps from one pruning to the next.
         until: the step at which the target is reached (:math:`t_1`).
         begin: the step at which pruning begins (:math:`t_0`).
+        curve: ``"cubic"``, or ``"cosine"``: what is left of the way falls as
+            :math:`(1 + \cos(\pi (t - t_0) / (t_1 - t_0))) / 2`.
         scope: compare weights over the whole model (``"global"``) or layer by layer.
         storage: what to go on with at the target: ``"sparse"`` or, without a handover, ``"masked"``.
         seed: for the others' sake; nothing is random.
 
     A state that was saved after the handover is loaded either into a rewirer of a model with sparse
-    layers already, or before the model's and the optimizer's: the layers are handed over then.
+    layers already, or, in the usual order, before the model's and the optimizer's: the layers are handed
+    over then.
 
     Reference: Zhu and Gupta, *To prune, or not to prune: exploring the efficacy of pruning for model
     compression*, 2017.
@@ -49,7 +54,7 @@ class Gradual(Rewirer):
     guided = False
     settings: ClassVar[tuple[str, ...]] = (
         *("every", "until", "scope", "seed"),
-        *("sparsity", "begin", "initial", "storage"),
+        *("sparsity", "begin", "initial", "storage", "curve"),
     )
 
     def __init__(
@@ -61,6 +66,7 @@ class Gradual(Rewirer):
         every: int = 1000,
         until: int,
         begin: int = 0,
+        curve: str = "cubic",
         scope: str = "global",
         storage: str = "sparse",
         seed: int = 0,
@@ -70,7 +76,8 @@ class Gradual(Rewirer):
         if not 0 <= begin < until:
             raise ValueError(f"begin must be at least 0 and before until={until}, got {begin}")
         check_choice("storage", storage, ("sparse", "masked"))
-        self.sparsity, self.begin, self.storage = sparsity, begin, storage
+        check_choice("curve", curve, ("cubic", "cosine"))
+        self.sparsity, self.begin, self.storage, self.curve = sparsity, begin, storage, curve
         self.initial = 0.0
         super().__init__(
             *(model, optimizer),
@@ -87,8 +94,9 @@ class Gradual(Rewirer):
     def target(self, t: int) -> float:
         """The sparsity of step t."""
         assert self.until is not None
-        left = 1 - min(1.0, max(0.0, (t - self.begin) / (self.until - self.begin)))
-        return float(self.sparsity + (self.initial - self.sparsity) * left**3)
+        way = min(1.0, max(0.0, (t - self.begin) / (self.until - self.begin)))
+        left = (1 - way) ** 3 if self.curve == "cubic" else (1 + math.cos(math.pi * way)) / 2
+        return float(self.sparsity + (self.initial - self.sparsity) * left)
 
     def alpha(self, t: int) -> float:
         """The share of the connections that goes at step t."""
@@ -108,7 +116,7 @@ class Gradual(Rewirer):
     def choose(self, sites: Sequence[Site]) -> None:
         """Keep the largest weights."""
         for group in self.groups(sites):
-            kept = sampling.ceil((1 - self.target(self.t)) * sum(map(_size, group)))
+            kept = held(sum(map(_size, group)), 1 - self.target(self.t))
             active = sum(site.layer.count for site in group)
             spare = sum(max(0, site.layer.count - 1) for site in group)
             count = min(max(0, active - kept), spare)
@@ -163,4 +171,4 @@ class Gradual(Rewirer):
 
 
 def _size(site: Site) -> int:
-    return site.layer.n_in * site.layer.n_out
+    return site.layer.domain.size

@@ -2,26 +2,69 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
-from rewire.methods.arguments import Fraction, check_choice, check_number
+from rewire.methods.arguments import Fraction, check_batches, check_choice, check_number
 from rewire.methods.base import Rewirer
+from rewire.methods.beforehand import Beforehand
+from rewire.methods.change import Replaced, lowest, replace, spare, subset_of, topk
 from rewire.methods.site import Site
-from rewire.sampling import DISTRIBUTIONS
+from rewire.ops.sampling import Stream, magnitude
+from rewire.sampling import DISTRIBUTIONS, Weights, ceil, draw
+
+# Algorithm 1 ----------------------------------------------------------------------------------------
 
 
-class GSE(Rewirer):
+def sample_subset(A: Connections, f_g: Weights, gamma: float, stream: Stream) -> Connections | None:
+    r"""S, of one layer: ``sample_connections(f, g, ceil(gamma * |A|)) \ A``.
+
+    ``f_g`` are the weights of input and output units; with an infinite gamma S is everything (None).
+    """
+    return None if gamma == math.inf else draw(A, gamma, stream, f_g)
+
+
+def grow_and_prune(
+    A: Sequence[Connections],
+    theta: Sequence[Tensor],
+    S: Sequence[Connections],
+    grad: Sequence[Tensor],
+    alpha_t: float,
+) -> list[Replaced]:
+    r"""The connections that come after A: Algorithm 1 of the paper, once S and its gradient are known.
+
+    A layer has one entry in each list, and the layers are compared with each other. The sizes of A and S
+    are those of all of them together.
+
+    Args:
+        A, theta: the active connections and their weights.
+        S, grad: the sampled inactive connections and the gradient there.
+        alpha_t: the cosine decay, ``alpha / 2 * (1 + cos(pi * t / T_end))``.
+    """
+    size_A, size_S = sum(map(len, A)), sum(map(len, S))
+    k = min(ceil(alpha_t * size_A), size_S, spare(map(len, A)))
+    G = topk([magnitude(g) for g in grad], k)
+    P = lowest([magnitude(w) for w in theta], k)  # topk(-|theta|, k), but a layer keeps its largest
+    # A <- (A \ P) + G; theta follows, with zeros where a connection is grown
+    return [replace(*layer) for layer in zip(A, P, S, G, strict=True)]
+
+
+# The method -----------------------------------------------------------------------------------------
+
+
+class GSE(Beforehand):
     r"""Guided stochastic exploration: grow the largest gradients of a random subset.
 
     Every ``every`` steps each layer draws ``ceil(subset * |A|)`` connections, input and output unit
-    independently; S are the distinct inactive ones among them, or all inactive connections where these
-    are no more than the draws. The k connections of S with the largest gradient grow, with weight zero,
-    and the k smallest weights are pruned, ``k = min(ceil(alpha_t * |A|), |S|)`` and
-    ``alpha_t = fraction / 2 * (1 + cos(pi * t / until))``.
+    independently; S are the distinct inactive ones among them. The k connections of S with the largest
+    gradient grow, with weight zero, and the k smallest weights are pruned,
+    ``k = min(ceil(alpha_t * |A|), |S|)`` and ``alpha_t = fraction / 2 * (1 + cos(pi * t / until))``. See
+    :func:`grow_and_prune`; scores of other kinds are for methods of your own, on :class:`Rewirer`.
 
     The gradient is that of the same training step: before the optimizer's update and before any
     clipping. The weights to prune are those after the update. GraBo and GraEst take their statistics
@@ -29,9 +72,13 @@ class GSE(Rewirer):
 
     Args:
         model, optimizer, every, until, fraction, scope, seed: see :class:`Rewirer`.
-        subset: draws per active connection (the paper's gamma).
+        subset: draws per active connection (the paper's gamma), with replacement; ``math.inf`` makes S all
+            inactive connections, which grows what RigL grows and takes as long.
         distribution: how units are drawn: ``"uniform"``, ``"grabo"`` (in proportion to an upper bound of
             the gradient) or ``"graest"`` (to an estimate of it); see :mod:`rewire.sampling`.
+        growth_batches: 0 takes the gradient of the training step itself, as above. Otherwise the rewiring
+            is done before the step, by the gradients of so many batches of its own: call :meth:`rewire`
+            with their losses whenever ``waits`` is true.
 
     Example:
         >>> import torch, rewire
@@ -50,7 +97,10 @@ class GSE(Rewirer):
     Exploration*.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*Rewirer.settings, "subset", "distribution")
+    settings: ClassVar[tuple[str, ...]] = (
+        *Rewirer.settings,
+        *("subset", "distribution", "growth_batches"),
+    )
 
     def __init__(
         self,
@@ -62,6 +112,7 @@ class GSE(Rewirer):
         fraction: Fraction = 0.2,
         subset: float = 1.0,
         distribution: str = "uniform",
+        growth_batches: int = 0,
         scope: str = "global",
         seed: int = 0,
     ) -> None:
@@ -69,12 +120,24 @@ class GSE(Rewirer):
             raise ValueError(f"subset must be positive: draws per active connection, got {subset}")
         check_choice("distribution", distribution, tuple(DISTRIBUTIONS))
         self.subset, self.distribution = subset, distribution
+        self.growth_batches = check_batches(growth_batches)
         super().__init__(
             model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
         )
 
-    def explore(self, site: Site) -> Connections:
-        """The inactive connections among ``ceil(subset * |A|)`` draws."""
+    def explore(self, site: Site) -> Connections | None:
+        """Sample S, in the backward pass that then evaluates the gradient there."""
         assert site.batch is not None
-        weights = DISTRIBUTIONS[self.distribution](site.batch, site.stream)
-        return site.draw(self.subset, weights)
+        f_g = DISTRIBUTIONS[self.distribution](site.batch, site.stream)
+        return sample_subset(site.active, f_g, self.subset, site.stream)
+
+    def choose(self, sites: Sequence[Site]) -> None:
+        """Grow and prune, over the whole model or layer by layer."""
+        for group in self.groups(sites):
+            A, S = [site.active for site in group], [subset_of(site) for site in group]
+            theta = [site.weights for site in group]
+            grad = [site.gradient for site in group if site.gradient is not None]
+            for site, after in zip(
+                group, grow_and_prune(A, theta, S, grad, self.alpha(self.t)), strict=True
+            ):
+                site.after, site.pruned, site.grown = after, after.pruned, after.grown

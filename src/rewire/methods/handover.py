@@ -10,7 +10,7 @@ from rewire import optim
 from rewire.conversion import carry_over, replace
 from rewire.engine import use_engine
 from rewire.nn.layer import ConnectedLayer
-from rewire.nn.masked import MaskedConv2d, MaskedLinear
+from rewire.nn.masked_layer import MaskedLayer
 
 
 @torch.no_grad()
@@ -23,7 +23,7 @@ def hand_over(model: nn.Module, optimizer: Optimizer) -> dict[nn.Module, Connect
     Returns:
         The sparse layer of each masked one.
     """
-    found = [m for m in model.modules() if isinstance(m, MaskedLinear | MaskedConv2d)]
+    found = [m for m in model.modules() if isinstance(m, MaskedLayer)]
     if model in found:
         raise ValueError("a single layer cannot be replaced in itself: put it into nn.Sequential")
     new: dict[nn.Module, ConnectedLayer] = {}

@@ -116,5 +116,23 @@ class History(Sequence[Rewiring]):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        counts = state["counts"].clone()
-        self._rows = list(zip(state["steps"], state["fractions"], counts, strict=True))
+        self.put(self.checked(state))
+
+    def checked(self, state: Mapping[str, Any]) -> list[tuple[int, float, torch.Tensor]]:
+        """Rows for :meth:`put`; raises a ValueError unless they are those of as many layers."""
+        steps, fractions, counts = state["steps"], state["fractions"], state["counts"]
+        shape = (len(steps), len(self._names), len(_COUNTS))
+        if (
+            tuple(counts.shape) != shape
+            or counts.dtype != torch.int64
+            or len(fractions) != shape[0]
+        ):
+            raise ValueError(
+                f"the history has {len(steps)} steps, {len(fractions)} fractions and counts of shape "
+                f"{tuple(counts.shape)} ({counts.dtype}), expected counts of shape {shape} (torch.int64)"
+            )
+        return list(zip(map(int, steps), map(float, fractions), counts.clone(), strict=True))
+
+    def put(self, rows: list[tuple[int, float, torch.Tensor]]) -> None:
+        """Take what :meth:`checked` has found."""
+        self._rows = rows

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from rewire import files
 from rewire.methods.pruning import Layers, best, layers_of, make_sparse
-from rewire.nn.conv import SparseConv2d
-from rewire.nn.linear import SparseLinear
-from rewire.nn.masked import MaskedConv2d, MaskedLinear
+from rewire.nn.kinds import masked_kind
+from rewire.nn.sparse import SparseLayer
 
 SPARSITIES = (0.0, 0.5, 0.75, 0.9, 0.95, 0.98)
 _FILE = "lottery.pt"
@@ -137,14 +136,13 @@ class Lottery:
     def _magnitudes(self, name: str) -> Tensor:
         """Of the weights of a layer after training, -1 where there is none any more."""
         layer = self.model.get_submodule(name)
-        if isinstance(layer, SparseLinear):
-            twin: MaskedLinear | MaskedConv2d = MaskedLinear.from_sparse(layer)
-        elif isinstance(layer, SparseConv2d):
-            twin = MaskedConv2d.from_sparse(layer)
-        else:
-            assert isinstance(layer, nn.Linear | nn.Conv2d)
+        if not isinstance(layer, SparseLayer):
+            assert isinstance(layer.weight, Tensor)
             return layer.weight.detach().abs()
-        return twin.weight.detach().abs().masked_fill(~twin.mask, -1.0)
+        kind: Any = masked_kind(layer)
+        twin = kind.from_sparse(layer)
+        magnitudes: Tensor = twin.weight.detach().abs().masked_fill(~twin.mask, -1.0)
+        return magnitudes
 
     def _rewound(self) -> nn.Module:
         """The initial model, with sparse layers once there is something to leave out."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from rewire import sampling
+from rewire.budgets import held
 from rewire.conversion import (
     Dense,
     M,
@@ -114,7 +114,7 @@ def best(scores: Mapping[str, Tensor], density: float, scope: str = "global") ->
     if scope == "layer":
         return {k: v for name in scores for k, v in best({name: scores[name]}, density).items()}
     flat = torch.cat([score.detach().flatten().cpu() for score in scores.values()])
-    chosen = select(flat, sampling.ceil(density * flat.numel()))
+    chosen = select(flat, held(flat.numel(), density))
     parts = chosen.split([score.numel() for score in scores.values()])
     return {
         name: mask.view(score.shape).to(score.device)

@@ -14,6 +14,7 @@ from rewire.methods.dsr import DSR
 from rewire.methods.gradual import Gradual
 from rewire.methods.grasp import grasp
 from rewire.methods.gse import GSE
+from rewire.methods.history import Rewiring
 from rewire.methods.lottery import Lottery
 from rewire.methods.rigl import RigL
 from rewire.methods.set import SET
@@ -58,8 +59,10 @@ class Method:
         dense_weights, dense_gradients: when it holds or computes them.
         flops: of training, per sample; see ``LEGEND``.
         cost: that as a number, from the forward pass of the trained model.
+        step: what one step takes, from the forward pass as it is, and whether connections may change yet.
+        explored: what a rewiring computes besides, from the forward pass before it; None for nothing.
         reference: the paper.
-        options: settings that it takes, of those that only some methods take.
+        options: settings that it takes, of those in :mod:`rewire.methods.options`.
         defaults: settings in which it differs from the recipe of the others.
     """
 
@@ -74,6 +77,8 @@ class Method:
     flops: str
     reference: str
     cost: Callable[[Flops, Spent], float] = lambda found, spent: flops.static(found)
+    step: Callable[[Flops, bool], float] = lambda found, changing: flops.static(found)
+    explored: Callable[[Flops, Rewiring], float] | None = None
     options: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
@@ -86,6 +91,7 @@ LEGEND = (
 
 _BOTH = ("sparse", "masked")
 _SCHEDULE = ("every", "until", "fraction")
+_WHEN = ("growth_batches", "instead_of_step")
 _GLOBAL = {"scope": "global"}
 
 
@@ -115,7 +121,7 @@ def _dynamic(
 
 
 def _before(
-    title: str, about: str, make: Callable[..., Any], scoring: str, reference: str
+    title: str, about: str, make: Callable[..., Any], scoring: str, reference: str, *options: str
 ) -> Method:
     """Pruned before training."""
     return Method(
@@ -129,7 +135,7 @@ def _before(
         dense_gradients="before training",
         flops=f"3 f_S; before: {scoring}",
         reference=reference,
-        options=("scope",),
+        options=("scope", "initial", *options),
         defaults=_GLOBAL,
     )
 
@@ -138,6 +144,20 @@ def _gse_cost(found: Flops, spent: Spent) -> float:
     assert spent.every is not None
     assert spent.subset is not None
     return flops.guided(found, spent.every, found.subset(spent.subset))
+
+
+def _at_subset(found: Flops, rewiring: Rewiring) -> float:
+    """The gradient at S, as large as it was in each layer."""
+    there = [name for name in found.layers if name in rewiring.layers]
+    return sum(found.layers[name].of(rewiring.layers[name].subset) for name in there)
+
+
+def _until_done(found: Flops, changing: bool) -> float:
+    return flops.dense(found) if changing else flops.static(found)
+
+
+def _with_momentum(found: Flops, changing: bool) -> float:
+    return flops.snfs(found) if changing else flops.static(found)
 
 
 def _rigl_cost(found: Flops, spent: Spent) -> float:
@@ -163,6 +183,9 @@ METHODS: dict[str, Method] = {
         flops="3 f_D",
         reference="",
         cost=lambda found, spent: flops.dense(found),
+        step=lambda found, changing: flops.dense(found),
+        options=("initial",),
+        defaults={"initial": "own"},
     ),
     "lottery": Method(
         title="Lottery",
@@ -175,7 +198,7 @@ METHODS: dict[str, Method] = {
         dense_gradients="in the first round",
         flops="sum over rounds of 3 f(s_r)",
         reference="Frankle and Carbin 2018",
-        options=("rounds",),
+        options=("rounds", "initial"),
     ),
     "gradual": Method(
         title="Gradual",
@@ -189,7 +212,8 @@ METHODS: dict[str, Method] = {
         flops="3 f_D until the target, then 3 f_S",
         reference="Zhu and Gupta 2017",
         cost=_gradual_cost,
-        options=("every", "until", "scope", "storage"),
+        step=_until_done,
+        options=("every", "until", "curve", "scope", "storage", "initial"),
         defaults=_GLOBAL,
     ),
     "static": _dynamic(
@@ -205,13 +229,15 @@ METHODS: dict[str, Method] = {
     ),
     "synflow": _before(
         *("SynFlow", "prunes before training, without data, what carries the least flow", synflow),
-        *("100 times 3 f_D of one sample", "Tanaka et al. 2020"),
+        *("100 times 3 f_D of one sample", "Tanaka et al. 2020", "softmax"),
     ),
     "rigl": _dynamic(
         *("RigL", "the rigged lottery: grows the largest of all gradients", RigL),
         *("(3 f_S T + 2 f_S + f_D) / (T + 1)", "Evci et al. 2020"),
         dense_gradients="at rewirings, in blocks",
         cost=_rigl_cost,
+        explored=lambda found, rewiring: found.dense,
+        options=(*_SCHEDULE, "scope", *_WHEN),
     ),
     "topkast": Method(
         title="Top-KAST",
@@ -225,17 +251,20 @@ METHODS: dict[str, Method] = {
         flops="2 f_A + f_B",
         reference="Jayakumar et al. 2020",
         cost=lambda found, spent: flops.topkast(found),
-        options=("every", "until"),
+        step=lambda found, changing: flops.topkast(found),
+        options=("every", "until", "explore", "initial"),
     ),
     "set": _dynamic(
         *("SET", "sparse evolutionary training: grows at random", SET),
         *("3 f_S", "Mocanu et al. 2018"),
+        options=(*_SCHEDULE, "growth", "scope"),
     ),
     "gse": _dynamic(
         *("GSE", "guided stochastic exploration, the paper's method", GSE),
         *("(3 f_S T + 2 f_S + f_G) / (T + 1)", "Heddes et al. 2024"),
-        options=(*_SCHEDULE, "subset", "distribution", "scope"),
+        options=(*_SCHEDULE, "subset", "distribution", "scope", *_WHEN),
         cost=_gse_cost,
+        explored=_at_subset,
     ),
     "dsr": _dynamic(
         *("DSR", "dynamic sparse reparameterization: moves connections between layers", DSR),
@@ -254,6 +283,7 @@ METHODS: dict[str, Method] = {
         *("2 f_S + f_D", "Dettmers and Zettlemoyer 2019"),
         dense_gradients="every step; dense momentum",
         cost=lambda found, spent: flops.snfs(found),
+        step=_with_momentum,
     ),
 }
 

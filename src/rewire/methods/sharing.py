@@ -4,6 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from rewire.ops.sampling import Stream
+from rewire.sampling import SHARES
+
 
 def share_out(total: int, shares: Sequence[int], limits: Sequence[int]) -> list[int]:
     """``total`` in integers in proportion to ``shares``, none above its limit.
@@ -30,4 +35,18 @@ def share_out(total: int, shares: Sequence[int], limits: Sequence[int]) -> list[
         for i in order[: left - sum(parts)]:
             parts[i] += 1
         counts = [c + min(p, r) for c, p, r in zip(counts, parts, room, strict=True)]
+    return counts
+
+
+def share_at_random(total: int, limits: Sequence[int], stream: Stream) -> list[int]:
+    """How many of ``total`` distinct places, drawn uniformly from all, fall into each of the layers that
+    have so many; in time linear in ``total`` and the number of layers.
+
+    >>> share_at_random(800, [1_045_630, 15_330], Stream(0, 0, step=0, layer=0))
+    [789, 11]
+    """
+    generator = stream._replace(purpose=SHARES).generator()
+    places = generator.choice(sum(limits), size=total, replace=False, shuffle=False)
+    layers = np.searchsorted(np.cumsum(limits), places, side="right")
+    counts: list[int] = np.bincount(layers, minlength=len(limits)).tolist()
     return counts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,17 @@ from torch import Tensor, nn
 from rewire import sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
+from rewire.methods.arguments import check_integer
+from rewire.methods.streaming import DenseGradient
 from rewire.nn.layer import ConnectedLayer
 from rewire.ops import sampling as ops
 from rewire.ops.counting import Counter
 from rewire.ops.reference import Convolution
 from rewire.ops.sampling import Stream
 from rewire.sampling import Batch
+
+if TYPE_CHECKING:
+    from rewire.methods.change import Replaced
 
 
 class Site:
@@ -30,10 +35,13 @@ class Site:
         batch: input and output gradient, while :meth:`Rewirer.explore` runs in a backward pass; of this
             process, see ``batch.group``.
         subset: S, once it is explored.
+        dense: the gradient at all connections, where S is all inactive ones; those with the largest become
+            ``subset`` when a rewiring is due.
         gradient: the gradient of the loss at S, summed over the backward passes of this step as that of
             the active connections is in ``.grad``, and averaged over processes once they are.
         pruned: mask over the active connections: which go.
         grown: mask over S: which come.
+        after: the connections with both done, if a method has made them already.
         considered: how many inactive connections S was chosen from, if these are more than S.
         state: tensors of one element per active connection that a method wants to keep; they follow the
             connections, with zeros for grown ones, and are saved with the rewirer.
@@ -44,9 +52,11 @@ class Site:
     stream: Stream
     batch: Batch | None
     subset: Connections | None
+    dense: DenseGradient | None
     gradient: Tensor | None
     pruned: Tensor | None
     grown: Tensor | None
+    after: Replaced | None
     considered: int | None
 
     def __init__(self, name: str, layer: ConnectedLayer, index: int) -> None:
@@ -60,8 +70,8 @@ class Site:
         """Forget what belongs to one rewiring."""
         self._active: Connections | None = None
         self.explored_beside: Connections | None = None  # A as it was then
-        self.batch = self.subset = self.gradient = self.pruned = self.grown = None
-        self.considered = None
+        self.batch = self.subset = self.dense = self.gradient = None
+        self.pruned = self.grown = self.after = self.considered = None
 
     @property
     def active(self) -> Connections:
@@ -86,7 +96,11 @@ class Site:
     @property
     def free(self) -> int:
         """How many connections are inactive."""
-        return self.layer.n_in * self.layer.n_out - self.layer.count
+        return self.layer.domain.size - self.layer.count
+
+    def look_at_all(self) -> None:
+        """Let S be all inactive connections, without listing them."""
+        self.dense = self.dense or DenseGradient(self.layer.domain, self.weights)
 
     def draw(self, factor: float, weights: sampling.Weights = (None, None)) -> Connections:
         """The inactive ones among ``ceil(factor * |A|)`` draws; see :func:`rewire.sampling.draw`."""
@@ -104,9 +118,28 @@ class Site:
         """Standard normal random numbers."""
         return sampling.normals(self.stream, count)
 
+    def take(self, subset: Connections | None) -> None:
+        """Let S be what was explored just now; None is all inactive connections, not listed."""
+        if subset is None:
+            self.look_at_all()
+        else:
+            self.check_units(subset)
+        self.subset, self.explored_beside = subset, self.active
+
+    def check_units(self, subset: Connections) -> None:
+        """Raise a ValueError unless these are connections of units that the layer has."""
+        if (subset.n_in, subset.n_out) != (self.layer.n_in, self.layer.n_out):
+            raise ValueError(
+                f"S of {self.name} has connections of {subset.n_out} x {subset.n_in} units, expected "
+                f"{self.layer.n_out} x {self.layer.n_in}: give explore() or choose() those of the layer"
+            )
+
     def add_gradient(self, batch: Batch) -> None:
-        """Evaluate the gradient at S: one sampled product."""
-        assert self.subset is not None
+        """Evaluate the gradient at S: one sampled product; where S is everything, take note of it."""
+        if self.subset is None:
+            assert self.dense is not None
+            self.dense.add(batch)
+            return
         gradient = ops.gradient_over(batch.conv, batch.dy, batch.x, sampling.rows(self.subset))
         self.gradient = gradient if self.gradient is None else self.gradient + gradient
 
@@ -124,23 +157,26 @@ class Site:
 
     def take_subset(self, group: Alone, source: int) -> None:
         """S of process ``source``, for those who have not explored one, with a gradient of zero."""
-        n_in, n_out = self.layer.n_in, self.layer.n_out
-        mine = self.subset or Connections.from_keys(torch.empty(0, dtype=torch.int64), n_in, n_out)
+        domain = self.layer.domain
+        mine = self.subset or domain.from_keys(torch.empty(0, dtype=torch.int64))
         count = group.gather([len(mine)])[source][0]
         here = group.rank == source
         indptr = group.broadcast(mine.indptr, source)
         indices = group.broadcast(mine.indices if here else mine.indices.new_empty(count), source)
         if self.gradient is None:
-            self.subset = Connections(n_in, n_out, indptr, indices)
+            self.subset = domain.of(indptr, indices)
             self.gradient = self.weights.new_zeros(count)
 
     def count(self) -> Counter:
         """The connections that were ever active; counted from the first time it is asked for."""
         if self.counter is None:
-            n_in, n_out = self.layer.n_in, self.layer.n_out
-            self.counter = Counter(n_in, n_out, len(self.active))
-            self.counter.add(sampling.rows(self.active))
+            self.counter = self._counter(len(self.active))
+            self.counter.add(sampling.rows(self.active.packed()))
         return self.counter
+
+    def _counter(self, active: int) -> Counter:
+        """That counts by column."""
+        return Counter(self.layer.domain.width, self.layer.n_out, active)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint needs: the method's own tensors, S with its gradient, and the count."""
@@ -153,22 +189,80 @@ class Site:
             state["subset"] = {**rows, "gradient": self.gradient, "considered": self.considered}
         return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take :meth:`state_dict` back."""
-        self.clear()
-        self.state = {key: value.clone() for key, value in state["state"].items()}
-        self.memory = {key: value.clone() for key, value in state.get("memory", {}).items()}
-        self.counter = None
+        self.put(self.checked(state, {}))
+
+    def checked(self, state: Mapping[str, Any], memory: Mapping[str, Like]) -> dict[str, Any]:
+        """Attributes for :meth:`put` from a :meth:`state_dict`; nothing is changed yet.
+
+        Args:
+            state: of a layer with the same units and as many connections.
+            memory: what tensors in ``memory`` must be like, by name.
+
+        Raises:
+            ValueError: if it belongs to another layer, or is damaged.
+        """
+        try:
+            return self._checked(state, memory)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ValueError(
+                f"the state of {self.name} does not fit this layer: {problem}"
+            ) from error
+
+    def _checked(self, state: Mapping[str, Any], memory: Mapping[str, Like]) -> dict[str, Any]:
+        layer, weights = self.layer, self.layer.parameter
+        found: dict[str, Any] = {
+            name: {key: tensor.detach().clone() for key, tensor in state.get(name, {}).items()}
+            for name in ("state", "memory")
+        }
+        for key, tensor in found["state"].items():
+            kind = self.state[key].dtype if key in self.state else tensor.dtype
+            _expect(key, tensor, Like((layer.count,), kind))
+        for key in self.state.keys() - found["state"].keys():
+            raise KeyError(key)
+        for key, like in memory.items():
+            if key in found["memory"]:
+                _expect(key, found["memory"][key], like)
+            elif found["memory"] or like.always:
+                raise KeyError(key)
+        found["counter"] = None
         if "ever" in state:
-            self.counter = Counter(self.layer.n_in, self.layer.n_out, 0)
-            self.counter.memory = state["ever"]["memory"].clone()
-            self.counter.exact = state["ever"]["exact"]
+            found["counter"] = self._counter(0)
+            found["counter"].load(state["ever"]["memory"], state["ever"]["exact"])
         if "subset" in state:
             s = state["subset"]
-            units = (self.layer.n_in, self.layer.n_out)
-            self.subset = Connections(*units, s["indptr"].clone(), s["indices"].clone())
-            self.gradient = None if s["gradient"] is None else s["gradient"].clone()
-            self.considered = s.get("considered")
+            rows = s["indptr"].detach().clone(), s["indices"].detach().clone()
+            found["subset"] = layer.domain.of(*rows)
+            if s["gradient"] is not None:
+                found["gradient"] = s["gradient"].detach().clone()
+                _expect("gradient", found["gradient"], Like((len(found["subset"]),), weights.dtype))
+            if s.get("considered") is not None:
+                found["considered"] = check_integer("considered", s["considered"])
+        return found
+
+    def put(self, checked: Mapping[str, Any]) -> None:
+        """Take what :meth:`checked` has found."""
+        self.clear()
+        for name, value in checked.items():
+            setattr(self, name, value)
+
+
+class Like(NamedTuple):
+    """What a tensor must be like."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    always: bool = False  # or only once the method has begun to keep it
+
+
+def _expect(name: str, tensor: Tensor, like: Like) -> None:
+    if tuple(tensor.shape) != like.shape or tensor.dtype != like.dtype:
+        raise ValueError(
+            f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, expected {like.dtype} of shape "
+            f"{like.shape}"
+        )
 
 
 class Probe:

@@ -14,7 +14,7 @@ from rewire.methods.arguments import Fraction, check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import select
 from rewire.methods.sharing import share_out
-from rewire.methods.site import Site
+from rewire.methods.site import Like, Site
 from rewire.methods.streaming import Best
 from rewire.ops import dense
 from rewire.sampling import Batch
@@ -77,16 +77,23 @@ class SNFS(Rewirer):
         self._begin(site)
         fading = self.momentum if int(site.memory["step"]) != self.t + 1 else 1.0
         site.memory["step"].fill_(self.t + 1)
-        for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
-            rows = dense.gradient_rows(batch.conv, batch.dy, batch.x, first, last)
+        for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
+            rows = dense.gradient_rows(
+                batch.conv, batch.dy, batch.x, first, last, site.layer.domain
+            )
             part = site.memory["momentum"][first:last]
             part.mul_(fading).add_(rows, alpha=1 - self.momentum)
 
     def _begin(self, site: Site) -> None:
         if "momentum" not in site.memory:
-            units = site.layer.n_out, site.layer.n_in
-            site.memory["momentum"] = site.weights.new_zeros(units)
+            shape = site.layer.n_out, site.layer.domain.width
+            site.memory["momentum"] = site.weights.new_zeros(shape)
             site.memory["step"] = torch.tensor(0)
+
+    def memory_of(self, site: Site) -> dict[str, Like]:
+        """The dense momentum, and the step of its last gradient."""
+        units = site.layer.n_out, site.layer.domain.width
+        return {"momentum": Like(units, site.weights.dtype), "step": Like((), torch.int64)}
 
     def average(self, sites: Sequence[Site]) -> None:
         """Average the momentum over processes, block by block."""
@@ -97,7 +104,7 @@ class SNFS(Rewirer):
         for site, ranks in zip(sites, zip(*seen, strict=True), strict=True):
             if any(ranks):
                 self._begin(site)
-                for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
+                for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
                     part = site.memory["momentum"][first:last]
                     (rows,) = group.sum(part)
                     part.copy_(rows / group.world)
@@ -109,7 +116,7 @@ class SNFS(Rewirer):
         count = self._prune(sites, sum(free))
         for site, grown in zip(sites, share_out(count, shares, free), strict=True):
             best = Best(grown)
-            for first, last in dense.blocks(site.layer.n_out, site.layer.n_in):
+            for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
                 best.add(site, first, last, site.memory["momentum"][first:last])
             ((_, site.subset, site.gradient),) = best.of([site])
             site.grown = torch.ones(grown, dtype=torch.bool)
@@ -130,7 +137,7 @@ class SNFS(Rewirer):
 def _mean_momentum(site: Site) -> float:
     momentum, active = site.memory["momentum"], site.active
     device = momentum.device
-    mine: Tensor = momentum[active.outputs().to(device), active.inputs().to(device)]
+    mine: Tensor = momentum[active.outputs().to(device), active.columns().to(device)]
     mean = float(mine.abs().double().mean()) if mine.numel() else 0.0
     return mean if mean < float("inf") else 0.0
 

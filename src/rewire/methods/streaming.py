@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from rewire.connections import Connections
-from rewire.methods.site import Site
+from rewire.communication import Alone
+from rewire.connections import Connections, Domain
 from rewire.ops import dense
 from rewire.ops.sampling import select
 from rewire.sampling import Batch
+
+if TYPE_CHECKING:
+    from rewire.methods.site import Site
 
 
 class DenseGradient:
@@ -21,12 +25,12 @@ class DenseGradient:
     itself, where that is smaller.
 
     Args:
-        n_in, n_out: units on each side.
+        domain: the connections that the layer can have.
         like: of the type and on the device of the gradient.
     """
 
-    def __init__(self, n_in: int, n_out: int, like: Tensor) -> None:
-        self.n_in, self.n_out = n_in, n_out
+    def __init__(self, domain: Domain, like: Tensor) -> None:
+        self.domain = domain
         self._like = like.new_empty(0)
         self._batches: list[tuple[Batch, tuple[int, int]]] = []
         self._total: Tensor | None = None
@@ -35,14 +39,14 @@ class DenseGradient:
         """Add a backward pass."""
         self._batches.append((batch, _versions(batch)))
         held = sum(b.x.numel() + b.dy.numel() for b, _ in self._batches)
-        if self._total is not None or held >= self.n_in * self.n_out:
-            total = batch.x.new_empty((self.n_out, self.n_in))
-            for first, last in dense.blocks(self.n_out, self.n_in):
+        if self._total is not None or held >= self.domain.size:
+            total = batch.x.new_empty((self.domain.n_out, self.domain.width))
+            for first, last in dense.blocks(*total.shape):
                 total[first:last] = self.rows(first, last)
             self._total, self._batches = total, []
 
     def rows(self, first: int, last: int) -> Tensor:
-        """That of output units ``first`` to ``last``: (last - first, n_in)."""
+        """That of output units ``first`` to ``last``, by column: (last - first, width)."""
         sums = None if self._total is None else self._total[first:last]
         for batch, versions in self._batches:
             if _versions(batch) != versions:
@@ -50,9 +54,9 @@ class DenseGradient:
                     "the input of a layer was changed in place between its backward pass and the "
                     "rewiring; change a copy instead"
                 )
-            part = dense.gradient_rows(batch.conv, batch.dy, batch.x, first, last)
+            part = dense.gradient_rows(batch.conv, batch.dy, batch.x, first, last, self.domain)
             sums = part if sums is None else sums + part
-        return self._like.new_zeros((last - first, self.n_in)) if sums is None else sums
+        return self._like.new_zeros((last - first, self.domain.width)) if sums is None else sums
 
 
 def _versions(batch: Batch) -> tuple[int, int]:
@@ -60,12 +64,12 @@ def _versions(batch: Batch) -> tuple[int, int]:
 
 
 def _inactive(site: Site, first: int, last: int, keys: Tensor) -> Tensor:
-    """Which of these keys, of output units ``first`` to ``last``, are not active."""
-    active, n_in = site.active, site.layer.n_in
+    """Which of these keys, of output units ``first`` to ``last`` and columns, are not active."""
+    active = site.active.packed()
     indptr = active.indptr[first : last + 1].long().cpu()
     inputs = active.indices[int(indptr[0]) : int(indptr[-1])].cpu()
     rows = torch.repeat_interleave(torch.arange(first, last), indptr.diff())
-    taken = rows * n_in + inputs  # ascending
+    taken = rows * active.n_in + inputs  # ascending
     if taken.numel() == 0:
         return torch.ones_like(keys, dtype=torch.bool)
     at = torch.searchsorted(taken, keys).clamp_(max=taken.numel() - 1)
@@ -86,13 +90,13 @@ class Best:
         self._least = -1.0
 
     def add(self, site: Site, first: int, last: int, rows: Tensor) -> None:
-        """Look at the numbers of output units ``first`` to ``last``, (last - first, n_in)."""
+        """Look at the numbers of output units ``first`` to ``last``, by column: (last - first, width)."""
         flat = rows.flatten()
         if self._least < 0:
             places = torch.arange(flat.numel(), device=flat.device)
         else:
             places = (flat.abs() > self._least).nonzero().flatten()
-        numbers, keys = flat[places].cpu(), places.cpu() + first * site.layer.n_in
+        numbers, keys = flat[places].cpu(), places.cpu() + first * site.layer.domain.width
         free = _inactive(site, first, last, keys)
         keys, numbers = keys[free], numbers[free]
         self._found.append((torch.full_like(keys, site.index), keys, numbers))
@@ -118,5 +122,19 @@ class Best:
         layers, keys, numbers = self._reduce()
         for site in sites:
             mine = layers == site.index
-            units = (site.layer.n_in, site.layer.n_out)
-            yield site, Connections.from_keys(keys[mine], *units), numbers[mine]
+            domain = site.layer.domain
+            found = Connections.from_keys(keys[mine], domain.width, domain.n_out)
+            yield site, domain.unpacked(found), numbers[mine]
+
+
+def keep_best(sites: Sequence[Site], count: int, group: Alone) -> None:
+    """Let S be the ``count`` inactive connections of these layers with the largest gradients, averaged over
+    processes; the dense gradient is evaluated in blocks."""
+    best = Best(count)
+    for site in sites:
+        assert site.dense is not None
+        for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
+            (rows,) = group.sum(site.dense.rows(first, last))
+            best.add(site, first, last, rows / group.world)
+    for site, subset, gradient in best.of(list(sites)):
+        site.subset, site.gradient, site.considered = subset, gradient, site.free

@@ -13,6 +13,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from rewire.conversion import M
+from rewire.methods.arguments import check_choice
 from rewire.methods.pruning import (
     Layers,
     Loss,
@@ -24,6 +25,8 @@ from rewire.methods.pruning import (
     weights_of,
 )
 
+SOFTMAX = ("shares", "identity")
+
 
 def synflow(
     model: M,
@@ -32,6 +35,7 @@ def synflow(
     *,
     sparsity: float,
     rounds: int = 100,
+    softmax: str = "shares",
     scope: str = "global",
     keep_dense: str | Iterable[str] = (),
     seed: int = 0,
@@ -43,13 +47,14 @@ def synflow(
     density is :math:`\rho^{(k+1)/n}`, and scores are computed again. Batch norms use their running
     statistics, as in the authors' code. What else is not linear in positive numbers is made so: layer
     norm keeps its scale and shift, activation functions let everything pass, and a softmax divides by its
-    sum, held constant.
+    sum, held constant (or lets everything pass, too).
 
     Args:
         model, sparsity, scope, keep_dense: as for :func:`rewire.snip`.
         batches: of these only the shape of one input is looked at; the first is taken, an input or a pair.
         loss, seed: for the others' sake; there is neither loss nor chance.
         rounds: in how many steps.
+        softmax: ``"shares"`` of its sum, or ``"identity"``.
 
     Returns:
         The model, ready for training.
@@ -58,6 +63,7 @@ def synflow(
     flow*, 2020.
     """
     check_target(sparsity, scope)
+    check_choice("softmax", softmax, SOFTMAX)
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     model, layers = layers_of(model, keep_dense)
@@ -67,7 +73,7 @@ def synflow(
         raise ValueError("batches is empty: it must show the shape of an input")
     masks = {name: torch.ones_like(w, dtype=torch.bool) for name, w in weights_of(layers).items()}
     for k in range(rounds):
-        scores = synflow_scores(model, layers, sample, masks)
+        scores = synflow_scores(model, layers, sample, masks, softmax)
         masks = best(scores, (1 - sparsity) ** ((k + 1) / rounds), scope)
     return make_sparse(model, layers, masks)
 
@@ -77,6 +83,7 @@ def synflow_scores(
     layers: Layers,
     sample: Tensor,
     masks: Mapping[str, Tensor] | None = None,
+    softmax: str = "shares",
 ) -> dict[str, Tensor]:
     """``|dR/dw * w|`` of every weight of these layers under masks, by name of the parameter.
 
@@ -90,7 +97,7 @@ def synflow_scores(
     ones = torch.ones_like(sample[:1])
     ones = ones.double() if ones.is_floating_point() else ones
     with torch.enable_grad(), evaluating(model):
-        with _Linear():
+        with _Linear(softmax):
             output = functional_call(model, state, (ones,))
         flow = output.sum()
         found = torch.autograd.grad(flow, list(weights.values()), materialize_grads=True)
@@ -154,6 +161,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    softmax: Callable[..., Tensor] = _softmax,
 ) -> Tensor:
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -163,7 +171,7 @@ def _attention(
         scores = scores.tril()
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores * attn_mask
-    return _softmax(scores) @ value
+    return softmax(scores) @ value
 
 
 def _identity(input: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -188,5 +196,12 @@ _LINEAR: dict[Any, Callable[..., Tensor]] = {
 class _Linear(TorchFunctionMode):
     """While it is active, what is not linear in positive numbers is made so."""
 
+    def __init__(self, softmax: str) -> None:
+        super().__init__()
+        self._softmax = _softmax if softmax == "shares" else _identity
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _LINEAR.get(func, func)(*args, **(kwargs or {}))
+        linear = _LINEAR.get(func, func)
+        if linear is _attention:
+            return _attention(*args, **(kwargs or {}), softmax=self._softmax)
+        return (self._softmax if linear is _softmax else linear)(*args, **(kwargs or {}))

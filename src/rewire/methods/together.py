@@ -14,6 +14,10 @@ def average(sites: Sequence[Site], group: Alone, t: int) -> None:
     """Give all processes the same subsets, and the gradients there of the whole batch."""
     if group.world == 1:
         return
+    everywhere = group.gather([site.dense is not None for site in sites])
+    for site, ranks in zip(sites, zip(*everywhere, strict=True), strict=True):
+        if any(ranks):
+            site.look_at_all()
     explored = group.gather([site.gradient is not None for site in sites])
     shared = []
     for site, ranks in zip(sites, zip(*explored, strict=True), strict=True):

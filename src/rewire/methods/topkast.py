@@ -11,10 +11,11 @@ from torch.optim import Optimizer
 
 from rewire import optim, sampling, wrappers
 from rewire.connections import Connections
+from rewire.methods.arguments import check_integer
 from rewire.methods.base import Rewirer
 from rewire.methods.history import LayerRewiring, Rewiring, total
-from rewire.methods.site import Site, parameters
-from rewire.nn.masked import MaskedLayer
+from rewire.methods.site import Like, Site, parameters
+from rewire.nn.masked_layer import MaskedLayer
 from rewire.ops.sampling import select
 
 
@@ -35,6 +36,7 @@ class TopKAST(Rewirer):
         optimizer: trains them.
         every: steps from one choice to the next.
         until: the last step that may end with one; None for no end.
+        explore: up to this step every step ends with one.
         backward: size of B, as a multiple of that of A.
         penalty: the exploration penalty :math:`\lambda`; by default the optimizer's weight decay.
         seed: for the others' sake; nothing is random.
@@ -45,7 +47,7 @@ class TopKAST(Rewirer):
     guided = False
     settings: ClassVar[tuple[str, ...]] = (
         *("every", "until", "scope", "seed"),
-        *("backward", "penalty"),
+        *("backward", "penalty", "explore_until"),
     )
 
     def __init__(
@@ -55,6 +57,7 @@ class TopKAST(Rewirer):
         *,
         every: int = 1000,
         until: int | None = None,
+        explore: int = 0,
         backward: float = 2.0,
         penalty: float | None = None,
         scope: str = "layer",
@@ -66,7 +69,9 @@ class TopKAST(Rewirer):
             raise ValueError(f"backward must be at least 1: B holds A, got {backward}")
         if penalty is not None and not 0 <= penalty < float("inf"):
             raise ValueError(f"penalty must be a number of at least 0, got {penalty}")
-        self.backward, self.penalty = backward, penalty
+        if check_integer("explore", explore) < 0:
+            raise ValueError(f"explore must be at least 0, got {explore}")
+        self.backward, self.penalty, self.explore_until = backward, penalty, explore
         super().__init__(
             *(model, optimizer),
             every=every,
@@ -92,13 +97,17 @@ class TopKAST(Rewirer):
         ):
             cast(Any, register)(optim.weak_hook(hook))
 
+    def due(self, t: int) -> bool:
+        """Every step up to ``explore``, then as :meth:`Rewirer.due`."""
+        return 0 < t <= self.explore_until or super().due(t)
+
     def _plan(self, site: Site) -> _Change:
         """Choose A and B of a layer; nothing is changed yet."""
         layer = _masked(site)
         magnitudes = layer.flat(layer.weight.detach()).abs().flatten()
         reach = min(sampling.ceil(self.backward * layer.count), magnitudes.numel())
         a, b = (
-            layer.shaped(select(magnitudes, count).view(layer.n_out, layer.n_in))
+            layer.shaped(select(magnitudes, count).view(layer.n_out, layer.domain.width))
             for count in (layer.count, reach)
         )
         if layer.reach is None:
@@ -134,10 +143,9 @@ class TopKAST(Rewirer):
                 before, after = self._apply(site, changes[site.name])
                 new = ~torch.isin(after.keys(), before.keys())
                 grown, reach = int(new.sum()), int(site.memory["reach"].sum())
-                counter.add(sampling.rows(after))
+                counter.add(sampling.rows(after.packed()))
                 site.layer.parameter.grad = None
-            size = site.layer.n_in * site.layer.n_out
-            count = site.layer.count
+            size, count = site.layer.domain.size, site.layer.count
             rest = max(0, reach - count)
             parts[site.name] = LayerRewiring(count, grown, grown, rest, counter.total(), size)
         rewiring = total(self.t, 0.0, parts)
@@ -169,6 +177,11 @@ class TopKAST(Rewirer):
                 kept = self._resting[site.name]
                 layer.weight.copy_(torch.where(layer.reach, layer.weight, kept))
         self._resting.clear()
+
+    def memory_of(self, site: Site) -> dict[str, Like]:
+        """The masks of A and B."""
+        like = Like(tuple(_masked(site).mask.shape), torch.bool, always=True)
+        return {"active": like, "reach": like}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Rewirer.load_state_dict`."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from rewire.connections import Connections
+from rewire.connections import Connections, Domain
 from rewire.engine.run import Probe
 
 
@@ -24,6 +24,7 @@ class ConnectedLayer(nn.Module, ABC):
         bias: dense parameter, or None.
         n_in, n_out: units on each side.
         taps: positions of a kernel, 1 in a linear layer.
+        groups: of channels that see each other, 1 where all do.
         probe: called in every backward pass with (sizes, input, output gradient) while a rewirer wants
             to see them, else None. Copies of the layer do not have it.
         holds: the name of the parameter with the weights.
@@ -33,6 +34,7 @@ class ConnectedLayer(nn.Module, ABC):
     n_in: int
     n_out: int
     taps: int
+    groups: int = 1
     probe: Probe | None = None
     holds: ClassVar[str]
 
@@ -42,6 +44,13 @@ class ConnectedLayer(nn.Module, ABC):
         parameter = getattr(self, self.holds)
         assert isinstance(parameter, nn.Parameter)
         return parameter
+
+    @property
+    def domain(self) -> Domain:
+        """Which connections are possible."""
+        if self.groups == 1:
+            return Domain(self.n_in, self.n_out)
+        return Domain(self.n_in, self.n_out, self.groups, self.taps)
 
     @property
     @abstractmethod
@@ -56,7 +65,7 @@ class ConnectedLayer(nn.Module, ABC):
     @property
     def density(self) -> float:
         """Share of all possible connections that are active."""
-        return self.count / max(1, self.n_in * self.n_out)
+        return self.count / max(1, self.domain.size)
 
     @abstractmethod
     def has(self, connections: Connections) -> bool:
@@ -84,13 +93,13 @@ class ConnectedLayer(nn.Module, ABC):
             values: one for each of them, 1-D or with a second dimension of size one.
         """
 
+    @abstractmethod
+    def to_dense(self) -> Any:
+        """The equivalent layer of torch; inactive connections become zeros."""
+
     def _vector(self, connections: Connections, values: Tensor) -> Tensor:
         """The values of connections as a 1-D tensor; raises unless both fit the layer."""
-        if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
-            raise ValueError(
-                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
-                f"of {self.n_out} x {self.n_in}"
-            )
+        self.domain.taken(connections)
         count = len(connections)
         if tuple(values.shape) not in ((count,), (count, 1)):
             raise ValueError(
@@ -132,6 +141,6 @@ class ConnectedLayer(nn.Module, ABC):
 
     def extra_repr(self) -> str:
         """Connections and density, after what the layer itself says."""
-        total = self.n_in * self.n_out
+        total = self.domain.size
         density = f"{100 * self.density:.3g} %"
         return f"connections={self.count:,} of {total:,} ({density})"

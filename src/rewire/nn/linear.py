@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +69,12 @@ class SparseLinear(SparseLayer):
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
         return f"{sizes}, bias={self.bias is not None}, {super().extra_repr()}"
+
+    @classmethod
+    def arguments_of(cls, layer: nn.Linear) -> dict[str, Any]:
+        """The sizes of a dense layer as arguments."""
+        n_out, n_in = layer.weight.shape
+        return {"in_features": n_in, "out_features": n_out}
 
     @classmethod
     def from_dense(

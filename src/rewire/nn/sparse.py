@@ -9,9 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from rewire.connections import Connections
+from rewire.connections import Connections, Domain
+from rewire.equivalents import ORIGIN
 from rewire.nn import copies
 from rewire.nn.layer import ConnectedLayer
+from rewire.nn.weight import weight_of
+from rewire.nn.weight_errors import NO_ASSIGNMENT
 from rewire.ops import topology
 from rewire.ops.reference import LINEAR, Convolution
 from rewire.ops.topology import Topology, TopologyError
@@ -51,14 +54,14 @@ class SparseLayer(ConnectedLayer):
     ) -> None:
         super().__init__()
         self.n_in, self.n_out, self.taps = n_in, n_out, taps
-        drawn = _draw(n_in, n_out, sparsity, connections, generator)
+        drawn = _draw(self.domain, sparsity, connections, generator)
         for name in ("indptr", "indices"):
             self.register_buffer(name, torch.empty(0, dtype=torch.int32))
         for name in _DERIVED:
             self.register_buffer(name, torch.empty(0, dtype=torch.int32), persistent=False)
         self.values = nn.Parameter(torch.empty((0, 1), dtype=dtype))
         if bias:
-            self.bias = nn.Parameter(torch.empty(n_out, dtype=dtype))
+            self.bias = nn.Parameter(torch.empty(self._biases, dtype=dtype))
         else:
             self.register_parameter("bias", None)
         self.set_connections(drawn, torch.empty(len(drawn), dtype=dtype))
@@ -69,7 +72,12 @@ class SparseLayer(ConnectedLayer):
     @property
     def connections(self) -> Connections:
         """The active connections."""
-        return Connections(self.n_in, self.n_out, self.indptr, self.indices)
+        return self.domain.of(self.indptr, self.indices)
+
+    @property
+    def image_taps(self) -> int:
+        """Positions of the kernel as the operators see it: without its depth, if it has one."""
+        return self.sizes.kernel[0] * self.sizes.kernel[1]
 
     @property
     def topology(self) -> Topology:
@@ -85,6 +93,29 @@ class SparseLayer(ConnectedLayer):
             return own["values"], own["bias"], self.topology  # type: ignore[return-value]
         except KeyError:  # one of them is no parameter any more
             return self.values, self.bias, self.topology
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        """Of the dense layer's weight."""
+        return self.n_out, self.n_in
+
+    @property
+    def weight(self) -> Any:
+        """The weight for code that expects a dense layer's: a read-only view without numbers, with its
+        shape, dtype and device, that ``F.linear`` and ``F.conv2d`` take; see
+        :class:`rewire.nn.weight.Weight`."""
+        origin = self.__dict__.get(ORIGIN)
+        return weight_of(self, turned=origin is not None and origin.transposed)
+
+    @weight.setter
+    def weight(self, weight: Any) -> None:
+        raise AttributeError(NO_ASSIGNMENT.format(type(self).__name__))
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As every module does; ``weight`` is no parameter of a sparse layer."""
+        if name == "weight":
+            raise AttributeError(NO_ASSIGNMENT.format(type(self).__name__))
+        super().register_parameter(name, param)
 
     @property
     def count(self) -> int:
@@ -112,7 +143,10 @@ class SparseLayer(ConnectedLayer):
         values = self._vector(connections, values)
         device = self.values.device
         built = topology.build(
-            connections.indptr.to(device), connections.indices.to(device), self.n_in, self.taps
+            connections.indptr.to(device),
+            connections.indices.to(device),
+            self.n_in,
+            self.image_taps,
         )
         for name, tensor in built._asdict().items():
             self._buffers[name] = tensor
@@ -123,12 +157,21 @@ class SparseLayer(ConnectedLayer):
         """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
         inputs of the output unit (at least 1): pre-activations then start with unit variance."""
         with torch.no_grad():
-            fan_in = self.connections.fan_in()
+            fan_in, each_of = self._fan_in()
             bound = (3 / fan_in.clamp(min=1)).sqrt()
-            each = torch.repeat_interleave(bound, fan_in).to(self.values.dtype)
-            self.assign(_uniform(each, generator))
+            self.assign(_uniform(bound[each_of].to(self.values.dtype), generator))
             if self.bias is not None:
                 self.bias.copy_(_uniform(bound.to(self.bias.dtype), generator))
+
+    @property
+    def _biases(self) -> int:
+        """How many outputs have a bias."""
+        return self.n_out
+
+    def _fan_in(self) -> tuple[Tensor, Tensor]:
+        """The fan-in of each output that has a bias, and which of these each connection leads to."""
+        connections = self.connections
+        return connections.fan_in(), connections.outputs()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
@@ -160,8 +203,9 @@ class SparseLayer(ConnectedLayer):
         device = self.values.device
         try:
             topology.check_rows(indptr, indices, self.n_in, self.n_out)
+            self.domain.check(indptr, indices)
             built = topology.build(
-                indptr.to(device).clone(), indices.to(device).clone(), self.n_in, self.taps
+                indptr.to(device).clone(), indices.to(device).clone(), self.n_in, self.image_taps
             )
             count = indices.numel()
             if tuple(values.shape) == (count,):  # an old file, from when values were 1-D
@@ -207,8 +251,7 @@ def _put(parameter: nn.Parameter, data: Tensor) -> None:
 
 
 def _draw(
-    n_in: int,
-    n_out: int,
+    domain: Domain,
     sparsity: float | None,
     connections: int | Connections | None,
     generator: torch.Generator | None,
@@ -216,22 +259,18 @@ def _draw(
     if (sparsity is None) == (connections is None):
         raise ValueError("give either sparsity= or connections=, and not both")
     if isinstance(connections, Connections):
-        if (connections.n_in, connections.n_out) != (n_in, n_out):
-            raise ValueError(
-                f"connections of {connections.n_out} x {connections.n_in} units do not fit a layer "
-                f"of {n_out} x {n_in}"
-            )
-        return connections
+        return domain.taken(connections)
     if sparsity is not None:
         if not 0 <= sparsity <= 1:
             raise ValueError(f"sparsity must be in [0, 1], got {sparsity}")
-        connections = _kept(sparsity, n_in * n_out)
+        connections = _kept(sparsity, domain.size)
     assert connections is not None
-    if not 0 <= connections <= n_in * n_out:
+    if not 0 <= connections <= domain.size:
         raise ValueError(
-            f"connections must be between 0 and {n_out} * {n_in} = {n_in * n_out}, got {connections}"
+            f"connections must be between 0 and {domain.n_out} * {domain.width} = {domain.size}, "
+            f"got {connections}"
         )
-    return Connections.random(n_in, n_out, connections, generator)
+    return domain.random(connections, generator)
 
 
 def _kept(sparsity: float, total: int) -> int:

@@ -13,6 +13,7 @@ from rewire.ops import native
 from rewire.ops.sampling import Rows, _keys
 
 REGISTERS = 1 << 12
+_BITS = torch.tensor([byte.bit_count() for byte in range(256)], dtype=torch.uint8)
 _EXACT = 1 << 17  # bytes of a bitmap that are always worth an exact count
 
 
@@ -61,6 +62,26 @@ class Counter:
                 n_out=self.n_out,
                 registers=self.memory,
             )
+
+    def load(self, memory: Tensor, exact: int | None) -> None:
+        """Take ``memory`` and ``exact`` of another counter for as many units.
+
+        Raises:
+            ValueError: if they are of no such counter.
+        """
+        size = REGISTERS if exact is None else -(-self.n_in * self.n_out // 8)
+        if memory.dtype != torch.uint8 or tuple(memory.shape) != (size,):
+            raise ValueError(
+                f"the count of connections that were ever active is {memory.dtype} of shape "
+                f"{tuple(memory.shape)}, expected {size} bytes for {self.n_out} x {self.n_in} units"
+            )
+        memory = memory.detach().to("cpu", copy=True)
+        marked = None if exact is None else int(_BITS[memory.int()].sum())
+        if marked != exact:
+            raise ValueError(f"{exact!r} connections were ever active, but {marked} are marked")
+        if exact is None and int(memory.max()) > 64 - 11:
+            raise ValueError("the sketch of the connections that were ever active is corrupt")
+        self.memory, self.exact = memory, exact
 
     def total(self) -> int:
         """How many there are, or about how many."""

@@ -150,7 +150,7 @@ def linear(
         y: Tensor = torch.ops.rewire.linear(x, values, bias, *topology)
         return y
     x = _autocast(x, values)
-    products.check(LINEAR, x, values, bias, topology)
+    topology = products.check(LINEAR, x, values, bias, topology)
     return _product(x, values, bias, topology, LINEAR, probe)
 
 
@@ -171,7 +171,7 @@ def conv2d(
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *_sizes(conv))
         return y
     x = _autocast(x, values)
-    products.check(conv, x, values, bias, topology)
+    topology = products.check(conv, x, values, bias, topology)
     products.check_image(conv, x)
     return _product(x, values, bias, topology, conv, probe)
 

@@ -29,7 +29,7 @@ def _checked_backward(
     topology: Topology,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    products.check(conv, x, values, None, topology)
+    topology = products.check(conv, x, values, None, topology)
     products.check_gradient(conv, dy, x, topology.indptr.numel() - 1)
     grads = products.backward(conv, dy, x, values, topology, needs)
     return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
@@ -38,8 +38,8 @@ def _checked_backward(
 def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -> Tensor:
     products.check_dims(x, 2, "linear")
     products.refuse_tangents()
-    products.check(LINEAR, x, values, bias, Topology(*topology))
-    return products.forward(LINEAR, x, values, bias, Topology(*topology))
+    held = products.check(LINEAR, x, values, bias, Topology(*topology))
+    return products.forward(LINEAR, x, values, bias, held)
 
 
 def _linear_backward_op(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[Tensor, ...]:
@@ -55,7 +55,7 @@ def _conv2d_op(x: Tensor, values: Tensor, bias: Tensor | None, *rest: Any) -> Te
     topology, conv = Topology(*rest[:5]), _conv(*rest[5:])
     products.check_dims(x, 4, "conv2d")
     products.refuse_tangents()
-    products.check(conv, x, values, bias, topology)
+    topology = products.check(conv, x, values, bias, topology)
     products.check_image(conv, x)
     return products.forward(conv, x, values, bias, topology)
 

@@ -31,8 +31,9 @@ def output_shape(conv: Convolution, shape: tuple[int, ...], n_out: int) -> tuple
 
 def check(
     conv: Convolution, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology
-) -> None:
-    check_layer(conv, x.shape[1], x.dtype, values, bias, topology)
+) -> Topology:
+    """Raise unless these belong together; returns the connections as :func:`forward` may read them."""
+    return check_layer(conv, x.shape[1], x.dtype, values, bias, topology)
 
 
 def check_layer(
@@ -42,7 +43,7 @@ def check_layer(
     values: Tensor,
     bias: Tensor | None,
     topology: Topology,
-) -> None:
+) -> Topology:
     """The same for an input of so many channels."""
     indptr, indices = topology[:2]
     taps, n_out = conv.kernel[0] * conv.kernel[1], indptr.numel() - 1
@@ -62,7 +63,7 @@ def check_layer(
         )
     if bias is not None and (bias.dim() != 1 or bias.numel() != n_out):
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({n_out},)")
-    ensure(topology, channels * taps, taps)
+    return ensure(topology, channels * taps, taps)
 
 
 def check_dims(x: Tensor, dims: int, name: str) -> None:
@@ -160,7 +161,10 @@ def backward(
     planned = _planned(conv, x, n_out, bool(needs[2]), tuple(map(bool, needs)))
     bias = x.new_empty(n_out) if needs[2] else None  # its elements do not matter
     run = _run(topology, x, values, bias)
-    planned.prepare(run)
+    if needs[1]:
+        planned.prepare(run)
+    else:  # nothing reads the input
+        run.arena = planned.empty((-(-planned.plan.arena // x.element_size()),))
     dx, dw, *rest = planned.backward(run, [dy], needs if needs[2] else needs[:2])
     return dx, dw, rest[0] if rest else None
 

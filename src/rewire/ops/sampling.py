@@ -89,7 +89,7 @@ def alias_tables(*weights: Tensor | None) -> list[Alias | None]:
     tables: list[Alias | None] = [None] * len(given)
     made: list[tuple[Tensor, Alias]] = []
     for i, w in enumerate(given):
-        if w is not None and 0 < float(w.sum()) < math.inf:
+        if w is not None and _defines(w):
             tables[i] = table = Alias(native.integers(2 * w.numel()).view(-1, 2))
             made.append((w.contiguous(), table))
     if not native.available():
@@ -102,6 +102,36 @@ def alias_tables(*weights: Tensor | None) -> list[Alias | None]:
             threads=native.threads(),
         )
     return tables
+
+
+def group_tables(
+    inputs: Tensor | None, outputs: Tensor | None, n_out: int, groups: int, taps: int
+) -> list[Alias | None]:
+    """The tables of the same distributions, given that both units belong to the same group.
+
+    The first is one table for each group, over its columns, one after the other; the second is in
+    proportion to the weight of an output unit times that of all inputs of its group. Weights that define
+    no distribution count as equal, as in :func:`alias_tables`.
+    """
+    f, g = (
+        w.detach().to("cpu", torch.float64) if w is not None and _defines(w) else None
+        for w in (inputs, outputs)
+    )
+    if f is None:
+        return [None, *alias_tables(g)]
+    by_group = f.view(taps, groups, -1).transpose(0, 1).flatten(1)
+    g = torch.ones(n_out, dtype=torch.float64) if g is None else g
+    (of_outputs,) = alias_tables((g.view(groups, -1) * by_group.sum(1, keepdim=True)).flatten())
+    if of_outputs is None:
+        return [None, None]
+    ones = torch.ones_like(by_group[0])  # for groups that are never drawn
+    parts = alias_tables(*(part if _defines(part) else ones for part in by_group))
+    return [Alias(torch.cat([part.columns for part in parts if part is not None])), of_outputs]
+
+
+def _defines(weights: Tensor) -> bool:
+    """Whether they define a distribution."""
+    return 0 < float(weights.detach().to("cpu", torch.float64).sum()) < math.inf
 
 
 def _vose(weights: Any, threshold: Any, alias: Any) -> None:
@@ -127,6 +157,7 @@ def draw(
     active: Rows,
     inputs: Alias | None = None,
     outputs: Alias | None = None,
+    groups: int = 1,
 ) -> Rows:
     """The distinct connections among so many independent draws that are not ``active``.
 
@@ -136,11 +167,12 @@ def draw(
         n_in, n_out: units on each side.
         active: the connections to leave out.
         inputs, outputs: distributions over the units of each side; uniform if None.
+        groups: there are so many runs of output units, each with a table of ``inputs`` of its own.
     """
     if draws > _LIMIT:
         raise ValueError(f"at most {_LIMIT:,} connections are drawn at once, got {draws:,}")
     if not native.available():
-        return _draw(stream, draws, n_in, n_out, active, inputs, outputs)
+        return _draw(stream, draws, n_in, n_out, active, inputs, outputs, groups)
     rows = Rows(native.integers(n_out + 1), native.integers(draws))
     kept = native.extension.draw(
         stream=stream._native(),
@@ -149,6 +181,7 @@ def draw(
         n_out=n_out,
         inputs=None if inputs is None else inputs.columns,
         outputs=None if outputs is None else outputs.columns,
+        groups=groups,
         indptr=active.indptr,
         indices=active.indices,
         to_indptr=rows.indptr,
@@ -167,23 +200,28 @@ def _draw(
     active: Rows,
     inputs: Alias | None,
     outputs: Alias | None,
+    groups: int,
 ) -> Rows:
     words = stream.words(2 * draws)
-    keys = _pick(words[1::2], n_out, outputs) * n_in + _pick(words[::2], n_in, inputs)
+    of_output = _pick(words[1::2], n_out, outputs)
+    tables = of_output // max(1, n_out // groups) * n_in
+    keys = of_output * n_in + _pick(words[::2], n_in, inputs, tables)
     keys = np.setdiff1d(keys, _keys(active, n_in).numpy())  # sorted and distinct
     return _rows(torch.from_numpy(keys), n_in, n_out)
 
 
-def _pick(words: Any, n: int, table: Alias | None) -> Any:
-    """The high word of ``word * n`` is a column, the upper half of the low one a fraction of it."""
+def _pick(words: Any, n: int, table: Alias | None, first: Any = 0) -> Any:
+    """The high word of ``word * n`` is a column, the upper half of the low one a fraction of it; the table
+    is what begins at ``first``."""
     size, half = np.uint64(n), np.uint64(32)
     high, low = (words >> half) * size, (words & np.uint64(2**32 - 1)) * size
     columns = ((high + (low >> half)) >> half).astype(np.int64)
     if table is None:
         return columns
     fraction = ((high << half) + low) >> half
-    taken = fraction < table.threshold.numpy()[columns]
-    return np.where(taken, columns, table.alias.numpy()[columns].astype(np.int64))
+    at = first + columns
+    taken = fraction < table.threshold.numpy()[at]
+    return np.where(taken, columns, table.alias.numpy()[at].astype(np.int64))
 
 
 def _keys(rows: Rows, n_in: int) -> Tensor:

@@ -38,6 +38,7 @@ def check_rows(indptr: Tensor, indices: Tensor, n_in: int, n_out: int) -> None:
             raise TopologyError(
                 f"{name} must be a 1-D int32 tensor, got {tensor.dim()}-D {tensor.dtype}"
             )
+        _check_memory(name, tensor)
     if indptr.numel() != n_out + 1 or indptr.numel() == 0:
         raise TopologyError(
             f"indptr has {indptr.numel()} elements, expected out units + 1 = {max(n_out, 0) + 1}"
@@ -51,6 +52,14 @@ def check_rows(indptr: Tensor, indices: Tensor, n_in: int, n_out: int) -> None:
             f"ascending and in [0, {n_in}), and indptr must rise from 0 to the number of "
             f"connections, {indices.numel()}"
         )
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    """Raise if the storage of a tensor was cut shorter than the tensor."""
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    needed = (tensor.storage_offset() + last + 1) * tensor.element_size() if tensor.numel() else 0
+    if tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() < needed:
+        raise TopologyError(f"the memory of {name} is gone: its storage was resized")
 
 
 def _first_bad_row(indptr: Tensor, indices: Tensor, n_in: int) -> int:
@@ -111,44 +120,42 @@ def version(tensor: Tensor) -> int:
 
 
 def _stamp(topology: Topology, n_in: int, taps: int) -> tuple[int, ...]:
+    a, b, c, d, e = topology
+    places = a.data_ptr(), b.data_ptr(), c.data_ptr(), d.data_ptr(), e.data_ptr(), n_in, taps
     try:
-        a, b, c, d, e = topology
-        return a._version, b._version, c._version, d._version, e._version, n_in, taps, a.data_ptr()
+        return *places, a._version, b._version, c._version, d._version, e._version
     except RuntimeError:  # made in inference mode: they have none
-        return (*map(version, topology), n_in, taps, topology.indptr.data_ptr())
+        return *places, *map(version, topology)
 
 
-def _remember(topology: Topology, n_in: int, taps: int) -> None:
+def _remember(topology: Topology, n_in: int, taps: int) -> Topology:
+    # `tensor.data = ...` and `resize_` change what the user's objects refer to, but not other objects that
+    # refer to the same memory. So these keep their sizes and types, and kernels need not look at them.
+    held = Topology(*(tensor.detach() for tensor in topology))
+    stamp = _stamp(topology, n_in, taps)
     # Kept with the tensors themselves: another tensor could come to lie at the same address.
-    note = (topology[1:], _stamp(topology, n_in, taps))
-    topology.indptr._rewire_checked = note  # type: ignore[attr-defined]
+    topology.indptr._rewire_held = topology[1:], stamp, held  # type: ignore[attr-defined]
+    held.indptr._rewire_held = held[1:], stamp, None  # type: ignore[attr-defined]
+    return held
 
 
-def known(indptr: Tensor, indices: Tensor, n_in: int) -> bool:
-    """Whether these very tensors, the connections of a linear layer by output, were checked before and have
-    not been written to since."""
-    note = getattr(indptr, "_rewire_checked", None)
-    if note is None or indptr.is_inference() or indices.is_inference():
-        return False
-    others, stamp = note
-    if others[0] is not indices:
-        return False
-    now = (indptr._version, indices._version, n_in, 1, indptr.data_ptr())
-    return bool(now == (*stamp[:2], *stamp[5:]))
+def ensure(topology: Topology, n_in: int, taps: int) -> Topology:
+    """The same five tensors, whose sizes and types no one else can change; free if these very ones were
+    checked before and torch has not counted a write since.
 
-
-def ensure(topology: Topology, n_in: int, taps: int) -> None:
-    """Raise a TopologyError unless all five tensors agree; free if these very tensors were checked
-    before and have not been written to since."""
-    others, stamp = getattr(topology[0], "_rewire_checked", ((None,) * 4, None))
+    Raises:
+        TopologyError: unless all five agree.
+    """
+    others, stamp, held = getattr(topology[0], "_rewire_held", ((None,) * 4, None, None))
     if all(map(operator.is_, others, topology[1:])) and stamp == _stamp(topology, n_in, taps):
-        return
+        return held or topology
     indptr, indices, *rest = topology
     check_rows(indptr, indices, n_in, indptr.numel() - 1)
     if not all(tensor.is_contiguous() for tensor in topology):
         raise TopologyError("the tensors of a topology must be contiguous")
     expected = _by_input(indptr, indices, n_in // taps, taps)[2:]
     for name, given, right in zip(("slots", "outputs", "order"), rest, expected, strict=True):
+        _check_memory(name, given)
         if given.dtype != torch.int32 or not torch.equal(given, right):
             raise TopologyError(f"{name} does not match indptr and indices; build it from them")
-    _remember(topology, n_in, taps)
+    return _remember(topology, n_in, taps)

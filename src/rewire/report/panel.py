@@ -12,7 +12,7 @@ from typing import Any
 from rewire.report import colors, html, paper
 from rewire.report.groups import Group
 from rewire.report.plot import Plot, Series, slug, thin
-from rewire.report.views import Namer, View
+from rewire.report.views import Namer, View, plain
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Panel:
             number = html.tag("b", number)
         printed = self._paper(group)
         if printed is None:
-            return number
+            return number + self._unlike(group)
         gap = group.mean - printed.accuracy
         away = f" ({html.signed(gap)})" if math.isfinite(gap) else ""
         spread = f"±{printed.deviation}" if math.isfinite(printed.deviation) else ""
@@ -140,6 +140,16 @@ class Panel:
 
     def _paper(self, group: Group) -> paper.Printed | None:
         return paper.lookup(group.config, self.view.tables)
+
+    def _unlike(self, group: Group) -> str:
+        """What keeps a group from being compared with the paper's number for such a run, in words."""
+        if paper.nearest(group.config, self.view.tables) is None:
+            return ""
+        shown = (*self.view.panel, self.view.x, *self.view.lines)
+        unlike = {k: v for k, v in paper.differences(group.config).items() if k not in shown}
+        words = [f"{name.replace('_', ' ')} {plain(value)}" for name, value in unlike.items()]
+        said = f"the paper has {', '.join(words)}"
+        return f'<span class="printed">{escape(said)}</span>' if words else ""
 
     def progress(self) -> list[Plot]:
         """Accuracy after every epoch."""

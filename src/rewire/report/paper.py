@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from rewire.training import config as configs
 from rewire.training import toml
 
 TABLES = ("table1", "imagenet", "scaling", "extended", "vit-scaling")
+IDENTITY = ("dataset", "model", "method", "sparsity", "width", "extend")
+"""What says which number of the paper a run is to be compared with; all else must be the recipe's."""
+_UNSEEN = ("seed", "scale", "storage", "keep_dense", "rounds")  # what the recipe leaves open
 _SETTINGS = ("sparsity", "width", "extend")  # what a block of the file may have a list of
 _NAMES = {
     "cifar10": "CIFAR-10",
@@ -105,10 +109,57 @@ def printed(table: str) -> tuple[Printed, ...]:
     return tuple(found)
 
 
-def lookup(config: Mapping[str, Any], tables: tuple[str, ...] = TABLES) -> Printed | None:
-    """What the paper gives for a run with these settings, in the first table that has it."""
+@cache
+def _recipe(settings: tuple[tuple[str, Any], ...]) -> Mapping[str, Any]:
+    try:
+        return asdict(configs.resolve(dict(settings)))
+    except (ValueError, TypeError):  # no run of today's
+        return {}
+
+
+def recipe(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings that the paper's number for a run is of; empty if there is none of its kind."""
+    identity = {name: config[name] for name in IDENTITY if config.get(name) is not None}
+    return _recipe(tuple(identity.items()))
+
+
+def differences(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run in which it differs from what the paper trained, with the paper's values.
+
+    Those that a run, maybe of an older version, does not have are not compared.
+    """
+    ours, theirs = dict(config), recipe(config)
+    left_out = {*IDENTITY, *_UNSEEN}
+    return {
+        name: value
+        for name, value in theirs.items()
+        if name not in left_out and name in ours and _plain(ours[name]) != _plain(value)
+    }
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def contradictions(config: Mapping[str, Any]) -> list[str]:
+    """Where the paper's tables contradict each other about a run."""
+    notes = _file()["contradictions"]
+    return [
+        note["text"]
+        for note in notes
+        if all(config.get(name) == value for name, value in note["settings"].items())
+    ]
+
+
+def nearest(config: Mapping[str, Any], tables: tuple[str, ...] = TABLES) -> Printed | None:
+    """What the paper gives for a run of this kind, in the first table that has it, whatever else is set."""
     for table in tables:
         for one in printed(table):
             if one.fits(config):
                 return one
     return None
+
+
+def lookup(config: Mapping[str, Any], tables: tuple[str, ...] = TABLES) -> Printed | None:
+    """What the paper gives for a run of just these settings: like is compared with like."""
+    return None if differences(config) else nearest(config, tables)

@@ -19,6 +19,8 @@ def command(settings: Mapping[str, Any]) -> str:
 
     >>> command({**asdict(configs.resolve({"method": "set", "scale": 0.1}))})
     'rewire train --dataset digits --model mlp --method set --sparsity 0.98 --scale 0.1 --seed 0'
+    >>> command(asdict(configs.resolve({"exact": False, "instead_of_step": True})))[-38:]
+    ' --no-exact --instead-of-step --seed 0'
     """
     try:
         wanted = asdict(configs.resolve(settings))
@@ -38,6 +40,8 @@ def _words(name: str, value: Any) -> list[str]:
     option = f"--{name.replace('_', '-')}"
     if name == "keep_dense":
         return [word for layer in value for word in (option, layer)]
+    if isinstance(value, bool):
+        return [option if value else f"--no-{option[2:]}"]
     if isinstance(value, tuple):
         return [option, ",".join(map(_word, value))]
     return [option, _word(value)]

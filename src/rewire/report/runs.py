@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rewire.report.progress import Tell, silent
+from rewire.training import config as configs
 from rewire.training import toml
 from rewire.training.config import Config
 from rewire.training.folder import CONFIG, METRICS, MODEL, Folder
@@ -169,7 +170,7 @@ def _is_run(path: Path) -> bool:
 
 def _read_config(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
-        config = toml.read(path / CONFIG)
+        config = configs.read_run(path / CONFIG)
     except (ValueError, OSError) as error:
         return {}, [str(error)]
     wrong = [name for name in _NEEDED if name not in config]

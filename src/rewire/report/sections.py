@@ -164,8 +164,12 @@ def _explained(view: View, found: Sequence[Group]) -> str:
     words = [
         "Test accuracy in percent at the end of training, mean and standard deviation over seeds."
     ]
-    if any(paper.lookup(group.config, view.tables) for group in found):
-        words.append("Below it in grey: the paper's, and how far it is from that.")
+    if any(paper.nearest(group.config, view.tables) for group in found):
+        words.append(
+            "Below it in grey: the paper's, and how far it is from that; or, where settings differ from "
+            "those of the paper, in which."
+        )
+    words += dict.fromkeys(note for group in found for note in paper.contradictions(group.config))
     if view.source and all(group.config["dataset"] == "digits" for group in found):
         words.append("This is a try on the packaged digits, not on what the paper trained.")
     if any(not group.complete for group in found):

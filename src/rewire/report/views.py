@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rewire.methods.options import OPTIONS
 from rewire.report import colors, groups
 from rewire.report.groups import Group
 from rewire.report.paper import spelled
-from rewire.training.methods import OPTIONS
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Namer:
     def label(self, config: Mapping[str, Any]) -> str:
         """What the line of a run is called."""
         parts = [_word(name, config.get(name)) for name in self.view.lines]
-        parts += [f"{name.replace('_', ' ')} {_plain(config.get(name))}" for name in self.more]
+        parts += [f"{name.replace('_', ' ')} {plain(config.get(name))}" for name in self.more]
         named = [part for part in parts if part]
         return " · ".join(named) or spelled(config["method"])
 
@@ -107,12 +107,13 @@ def _word(name: str, value: Any) -> str:
         return ""
     if value == "uniform":
         return "uniform"
-    return spelled(value) if isinstance(value, str) else f"{name} {_plain(value)}"
+    return spelled(value) if isinstance(value, str) else f"{name} {plain(value)}"
 
 
-def _plain(value: Any) -> str:
+def plain(value: Any) -> str:
+    """A setting in words."""
     if isinstance(value, list):
-        return ", ".join(map(_plain, value)) or "none"
+        return ", ".join(map(plain, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -32,6 +32,7 @@ class Layer:
         n_out, n_in: units on each side.
         before, after: the connections.
         shape: of the images, if the layer's inputs are their pixels.
+        groups: of units that see each other.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Layer:
     before: Array
     after: Array
     shape: tuple[int, int, int] | None = None
+    groups: int = 1
 
     @cached_property
     def kept(self) -> float:
@@ -113,7 +115,7 @@ def _read(start: Path, now: Path, prefix: str) -> list[Layer]:
     with safe_open(start, "np") as first, safe_open(now, "np") as then:
         about = json.loads(first.metadata()["rewire"])
         held, shape = set(then.keys()), tuple(about["notes"].get("shape", ()))
-        for index, (name, (n_out, n_in)) in enumerate(about["sizes"].items()):
+        for index, (name, (n_out, n_in, *rest)) in enumerate(about["sizes"].items()):
             dot = f"{name}." if name else ""
             if f"{prefix}{dot}indices" not in held:
                 continue
@@ -122,7 +124,8 @@ def _read(start: Path, now: Path, prefix: str) -> list[Layer]:
                 for file, p in ((first, ""), (then, prefix))
             )
             seen = shape if index == 0 and len(shape) == 3 and math.prod(shape) == n_in else None
-            found.append(Layer(name, n_out, n_in, before, after, seen))
+            groups = rest[0] if rest else 1  # old files do not say
+            found.append(Layer(name, n_out, n_in, before, after, seen, groups))
     return found
 
 
@@ -156,7 +159,7 @@ def densities(run: Run, found: list[Layer]) -> dict[str, tuple[list[float], list
         layer.name: (
             [0.0, *(step for step, _ in moves)],
             [
-                100 * count / (layer.n_out * layer.n_in)
+                100 * count * layer.groups / (layer.n_out * layer.n_in)
                 for count in (len(layer.before), *(_count(at, layer.name) for _, at in moves))
             ],
         )

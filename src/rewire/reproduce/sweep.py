@@ -77,7 +77,7 @@ class Sweep:
                         f"{self.path} holds a sweep with {name} {there}, and this one has {here}: choose "
                         "another folder with --out"
                     )
-        elif self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and not files.is_empty(self.path):
             raise RunError(
                 f"{self.path} is not empty and holds no sweep: choose another folder with --out"
             )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from rewire import files
-from rewire.training.methods import METHODS
+from rewire.methods import METHODS
+from rewire.methods.options import OPTIONS
 
 if TYPE_CHECKING:
     from rewire.training.folder import Folder
@@ -51,6 +54,25 @@ Folder_ = Annotated[Path, typer.Argument(metavar="DIR", help="The folder of a ru
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
+def _with_method_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option of its own for each option of methods, instead of ``**of_methods``."""
+    described = inspect.signature(command, eval_str=True)
+    *own, _ = described.parameters.values()
+    kinds = {"int": int, "float": float, "str": str, "bool": bool}
+    for name, option in OPTIONS.items():
+        many = option.kind.startswith("tuple")
+        more = {"metavar": "A,B"} if many else {}
+        declared = _option(option.about, _METHOD, option.shown, **more)
+        kind = Annotated[kinds.get(option.kind, str) | None, declared]  # type: ignore[valid-type]
+        command.__annotations__[name] = kind
+        own.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        )
+    command.__signature__ = described.replace(parameters=own)  # type: ignore[attr-defined]
+    return command
+
+
+@_with_method_options
 def train(
     dataset: Annotated[
         str | None,
@@ -99,7 +121,8 @@ def train(
         _option(
             "Meet the sparsity exactly: what full layers cannot take goes to others.",
             _MODEL,
-            name="--exact",
+            "exact",
+            "--exact/--no-exact",
         ),
     ] = None,
     keep_dense: Annotated[
@@ -107,40 +130,6 @@ def train(
         _option("A layer to leave dense, by name or glob; may be repeated.", _MODEL),
     ] = None,
     method: Annotated[str | None, _option(f"{', '.join(METHODS)}.", _METHOD, "gse")] = None,
-    distribution: Annotated[
-        str | None, _option("How gse draws units: uniform, grabo, graest.", _METHOD, "uniform")
-    ] = None,
-    every: Annotated[
-        int | None, _option("Steps from one rewiring to the next.", _METHOD, "1000; digits 50")
-    ] = None,
-    until: Annotated[
-        float | None,
-        _option("The last epoch with rewirings.", _METHOD, "120; digits 30; imagenet 60"),
-    ] = None,
-    fraction: Annotated[
-        float | None, _option("Share of the connections to replace at first.", _METHOD, "0.2")
-    ] = None,
-    subset: Annotated[
-        float | None,
-        _option("Draws of gse per connection (gamma).", _METHOD, "1; imagenet 2"),
-    ] = None,
-    scope: Annotated[
-        str | None,
-        _option("Compare weights globally, or by layer.", _METHOD, "global; deepr layer"),
-    ] = None,
-    storage: Annotated[
-        str | None,
-        _option("sparse, or masked: dense weights under masks.", _METHOD, "sparse"),
-    ] = None,
-    rounds: Annotated[
-        str | None,
-        _option(
-            "Sparsities of the lottery's rounds.",
-            _METHOD,
-            "0,0.5,0.75,0.9,0.95,0.98 up to the sparsity",
-            metavar="A,B",
-        ),
-    ] = None,
     epochs: Annotated[
         float | None, _option("Length of the run.", _SCHEDULE, "200; digits 50; imagenet 100")
     ] = None,
@@ -207,6 +196,10 @@ def train(
     ] = "5m",
     device: Device = "cpu",
     threads: Threads = None,
+    through_nan: Annotated[
+        bool,
+        _option("Go on when the loss is no finite number.", _RUN, name="--through-nan"),
+    ] = False,
     tensorboard: Annotated[
         bool, _option("Also log for TensorBoard.", _RUN, name="--tensorboard")
     ] = False,
@@ -214,6 +207,7 @@ def train(
     as_json: Annotated[
         bool, _option("Print the metrics as JSON, line by line.", _RUN, name="--json")
     ] = False,
+    **of_methods: Any,
 ) -> None:
     """Train a sparse model.
 
@@ -223,7 +217,7 @@ def train(
 
     Example: `rewire train --dataset cifar10 --model vgg16 --sparsity 0.98 --scale 0.1`
     """
-    options = locals()
+    options = {**locals(), **of_methods}
     from rewire import distributed
     from rewire.data import DataError
     from rewire.training import config as configs
@@ -232,13 +226,13 @@ def train(
     from rewire.training.interrupts import Interrupted, Interrupts
     from rewire.training.interval import Interval
     from rewire.training.job import Job, load_data
-    from rewire.training.loop import Trainer
+    from rewire.training.loop import Diverged, Trainer
     from rewire.training.processes import Processes
 
     options |= {
         "drops": _numbers(drops, "--drops", "epochs with commas between them, such as 80,120"),
         "rounds": _numbers(
-            rounds, "--rounds", "sparsities with commas between them, such as 0,0.5"
+            options["rounds"], "--rounds", "sparsities with commas between them, such as 0,0.5"
         ),
         "keep_dense": keep_dense or None,
     }
@@ -273,9 +267,9 @@ def train(
                 folder.claim(config, overwrite=overwrite)
                 folder.remember_root(root)
             distributed.barrier()
-            Trainer(job, folder, shown, interrupts, processes, interval).run()
+            Trainer(job, folder, shown, interrupts, processes, interval, through_nan).run()
         distributed.teardown()
-    except (ValueError, RunError, DataError, OSError) as error:
+    except (ValueError, RunError, DataError, OSError, Diverged) as error:
         _fail(files.problem(error))
     except Interrupted as stop:
         _fail(
@@ -333,7 +327,7 @@ def evaluate(
     """
     from rewire.data import DataError
     from rewire.training import use
-    from rewire.training.folder import RunError
+    from rewire.training.folder import RunError, plain
     from rewire.training.words import percent
 
     try:
@@ -341,7 +335,7 @@ def evaluate(
     except (ValueError, RunError, DataError, OSError) as error:
         _fail(files.problem(error))
     if as_json:
-        typer.echo(json.dumps(found.as_dict()))
+        typer.echo(json.dumps(plain(found.as_dict())))
         return
     typer.echo(
         f"{found.what}: {percent(found.accuracy)} of {found.images:,} test images of {found.dataset} "
@@ -367,7 +361,7 @@ def predict(
     """
     from rewire.data import DataError
     from rewire.training import use
-    from rewire.training.folder import RunError
+    from rewire.training.folder import RunError, plain
     from rewire.training.words import percent
 
     try:
@@ -376,7 +370,7 @@ def predict(
         _fail(files.problem(error))
     for image, guesses in zip(images, found, strict=True):
         if as_json:
-            typer.echo(json.dumps({"image": str(image), "classes": dict(guesses)}))
+            typer.echo(json.dumps(plain({"image": str(image), "classes": dict(guesses)})))
         else:
             words = ", ".join(f"{name} {percent(share)}" for name, share in guesses)
             typer.echo(f"{image}: {words}")

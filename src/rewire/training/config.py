@@ -7,16 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from difflib import get_close_matches
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rewire import models
 from rewire.budgets import SHARES
+from rewire.methods import METHODS
 from rewire.methods.lottery import SPARSITIES
+from rewire.methods.options import OPTIONS, check_options
 from rewire.training import toml
-from rewire.training.methods import METHODS, OPTIONS
-from rewire.training.schedule import Schedule
+from rewire.training.schedule import MOST, Schedule
 
 OPTIMIZERS = ("sgd", "adam", "adamw")
 _CNNS = tuple(name for name in models.MODELS if name.startswith(("resnet", "vgg")))
@@ -28,7 +28,8 @@ class Config:
     """What a run depends on; ``config.toml`` holds exactly this.
 
     ``epochs``, ``drops``, ``until`` and ``warmup`` are in epochs and ``every`` in steps, all before
-    ``scale`` and ``extend``. What the method does not take is None.
+    ``scale`` and ``extend``. Between ``keep_dense`` and ``epochs`` are all options of methods
+    (:mod:`rewire.methods.options`); what the method does not take is None.
     """
 
     dataset: str
@@ -39,14 +40,7 @@ class Config:
     assignment: str
     exact: bool
     keep_dense: tuple[str, ...]
-    every: int | None
-    until: float | None
-    fraction: float | None
-    subset: float | None
-    distribution: str | None
-    scope: str | None
-    storage: str | None
-    rounds: tuple[float, ...] | None
+    __annotations__.update({name: f"{option.kind} | None" for name, option in OPTIONS.items()})
     epochs: float
     drops: tuple[float, ...]
     drop_factor: float
@@ -67,6 +61,17 @@ class Config:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a setting that makes no sense."""
         _check(self)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, option: str) -> Any: ...
+
+    def in_steps(self, epochs: float, steps_per_epoch: int) -> int:
+        """A time, after ``scale`` and ``extend``."""
+        exact = epochs * steps_per_epoch * self.scale * self.extend
+        if exact > MOST:
+            raise ValueError(f"{epochs:g} epochs are {exact:g} steps, more than {MOST:g}")
+        return max(int(epochs > 0), round(exact))
 
     def to_toml(self) -> str:
         """The text of ``config.toml``."""
@@ -95,14 +100,9 @@ _PAPER: dict[str, Any] = {
     "sparsity": 0.95,
     "width": 1.0,
     "assignment": "erdos-renyi",
-    "exact": False,
+    "exact": True,
     "keep_dense": (),
-    "every": 1000,
-    "until": 120.0,
-    "fraction": 0.2,
-    "subset": 1.0,
-    "distribution": "uniform",
-    "storage": "sparse",
+    **{name: option.default for name, option in OPTIONS.items()},
     "epochs": 200.0,
     "drops": (80.0, 120.0),
     "drop_factor": 0.1,
@@ -193,6 +193,15 @@ def resolve(given: Mapping[str, Any]) -> Config:
     return Config(**{field.name: _typed(field, merged.get(field.name)) for field in fields(Config)})
 
 
+def read_run(path: Path) -> dict[str, Any]:
+    """The settings of a run that was begun, maybe before there were all of today's options."""
+    found = toml.read(path)
+    method = METHODS.get(found.get("method", ""))
+    missing = [name for name in (method.options if method else ()) if name not in found]
+    old = {name: OPTIONS[name].before for name in missing if OPTIONS[name].before is not None}
+    return found | old
+
+
 def read(path: Path, method: str | None = None) -> dict[str, Any]:
     """The settings in a TOML file, some or all; for another ``method``, without what it does not take."""
     found = toml.read(path)
@@ -201,11 +210,14 @@ def read(path: Path, method: str | None = None) -> dict[str, Any]:
     return {k: v for k, v in found.items() if k not in OPTIONS or k in METHODS[method].options}
 
 
-def differences(ours: Config, theirs: Config) -> str:
-    """Which settings differ, in words; empty if none does."""
-    a, b = asdict(ours), asdict(theirs)
+def differences(ours: Config, theirs: Config | Mapping[str, Any]) -> str:
+    """Which settings differ, in words; empty if none does. Of a mapping, those count that it has."""
+    a = asdict(ours)
+    b = asdict(theirs) if isinstance(theirs, Config) else theirs
     return ", ".join(
-        f"{name} {_word(b[name])} there, {_word(a[name])} here" for name in a if a[name] != b[name]
+        f"{name} {_word(b[name])} there, {_word(a[name])} here"
+        for name in a
+        if name in b and a[name] != b[name]
     )
 
 
@@ -245,6 +257,7 @@ _KINDS = {
     "float | None": "a number",
     "int": "a whole number",
     "int | None": "a whole number",
+    "bool | None": "true or false",
     "tuple[str, ...]": "a list of words",
     "tuple[float, ...]": "a list of numbers",
     "tuple[float, ...] | None": "a list of numbers",
@@ -261,24 +274,12 @@ def _check(c: Config) -> None:
     _choice("method", c.method, tuple(METHODS))
     _choice("assignment", c.assignment, tuple(SHARES))
     _choice("optimizer", c.optimizer, OPTIMIZERS)
-    if c.scope is not None:
-        _choice("scope", c.scope, ("global", "layer"))
-    if c.distribution is not None:
-        _choice("distribution", c.distribution, ("uniform", "grabo", "graest"))
-    if c.storage is not None:
-        _choice("storage", c.storage, ("sparse", "masked"))
-    if c.rounds and (c.rounds[-1] != c.sparsity or c.rounds[0] != 0):
-        raise ValueError(
-            f"rounds must begin with 0 and end with the sparsity {c.sparsity}, got {list(c.rounds)}"
-        )
-    if c.rounds and any(a >= b for a, b in pairwise(c.rounds)):
-        raise ValueError(f"rounds must ascend, got {list(c.rounds)}")
+    check_options(asdict(c))
     if c.crop is not None:
         _choice("crop", c.crop, ("area", "plain"))
-    for name in ("width", "epochs", "scale", "extend", "lr", "subset", "until", "drop_factor"):
-        value = getattr(c, name)
-        if value is not None and not 0 < value < math.inf:
-            raise ValueError(f"{name} must be a number above 0, got {value}")
+    for name in ("width", "epochs", "scale", "extend", "lr", "drop_factor"):
+        if not 0 < getattr(c, name) < math.inf:
+            raise ValueError(f"{name} must be a number above 0, got {getattr(c, name)}")
     for name in ("momentum", "weight_decay", "warmup"):
         if not 0 <= getattr(c, name) < math.inf:
             raise ValueError(f"{name} must be a number of at least 0, got {getattr(c, name)}")
@@ -288,9 +289,7 @@ def _check(c: Config) -> None:
                 f"{name} must be at least 0 and below 1, got {getattr(c, name)}"
                 + (" (0.95 is 95 %)" if name == "sparsity" else "")
             )
-    if c.fraction is not None and not 0 < c.fraction < 1:
-        raise ValueError(f"fraction must be above 0 and below 1, got {c.fraction}")
-    for name in ("every", "batch_size", "image_size"):
+    for name in ("batch_size", "image_size"):
         value = getattr(c, name)
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")

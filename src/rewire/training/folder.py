@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -42,6 +43,7 @@ class Folder:
         self.path = path
         self._metrics: BinaryIO | None = None
         self._lock: int | None = None
+        self._entered = False
 
     @property
     def model(self) -> Path:
@@ -57,6 +59,20 @@ class Folder:
     def checkpoints(self) -> Path:
         """The folder of checkpoints."""
         return self.path / CHECKPOINTS
+
+    @property
+    def metrics(self) -> Path:
+        """The lines of metrics."""
+        return self.path / METRICS
+
+    def check_config(self, config: Config, loaded: checkpoint.Loaded) -> None:
+        """Raise a RunError if a checkpoint was written by a run of other settings."""
+        theirs = loaded.state.get("config")  # older ones do not say
+        if theirs is not None and (different := configs.differences(config, theirs)):
+            raise RunError(
+                f"{loaded.path} was written with other settings ({different}): put {self.path / CONFIG} "
+                "back as it was, or start over with --overwrite"
+            )
 
     def round(self, number: int) -> Folder:
         """The folder of one round of a sequence."""
@@ -76,14 +92,20 @@ class Folder:
         """The config of the run in it."""
         if not self.exists:
             raise RunError(f"{self.path} holds no run: there is no {CONFIG} in it")
-        return configs.resolve(configs.read(self.path / CONFIG))
+        return configs.resolve(configs.read_run(self.path / CONFIG))
 
     @property
     def root(self) -> Path | None:
         """Where its data was looked for last, unless that is the usual place."""
-        with suppress(FileNotFoundError):
-            return Path(toml.read(self.path / DATA)["root"])
-        return None
+        try:
+            found = toml.read(self.path / DATA)
+        except FileNotFoundError:
+            return None
+        if not isinstance(found.get("root"), str):
+            raise RunError(
+                f"{self.path / DATA} does not say where the data is: remove it, and give --root"
+            )
+        return Path(found["root"])
 
     def remember_root(self, root: Path | None) -> None:
         """Look for data there from now on. No part of the config: data may be anywhere."""
@@ -97,6 +119,7 @@ class Folder:
         Raises:
             RunError: if it holds another run, or a finished one.
         """
+        files.sweep(self.path)
         if self.exists and not overwrite:
             if different := configs.differences(config, self.config()):
                 raise RunError(
@@ -109,11 +132,12 @@ class Folder:
                     "again choose another folder with --out, or start over with --overwrite"
                 )
             return True
-        if not self.exists and self.path.is_dir() and any(self.path.iterdir()):
+        if not self.exists and self.path.is_dir() and not files.is_empty(self.path):
             raise RunError(
                 f"{self.path} is not empty and holds no run: choose another folder with --out"
             )
-        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, START, CONFIG):
+        # The config goes last, in one moment with the new one: without it, what is left would be no run.
+        for name in (MODEL, CHECKPOINTS, METRICS, TENSORBOARD, DATA, START):
             files.remove(self.path / name)
         for path in self.path.glob(f"{_ROUND}*"):
             files.remove(path)
@@ -130,43 +154,100 @@ class Folder:
         try:
             import fcntl
         except ImportError:  # Windows
+            self._entered = True
             return self
         self._lock = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            os.close(self._lock)
+            self._lock = None
             raise Busy(f"another process is training in {self.path}; wait for it") from error
+        self._entered = True
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-            self._metrics = None
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        self._entered = False
+        metrics, self._metrics = self._metrics, None
+        try:
+            if metrics is not None:
+                with self._named(METRICS):
+                    metrics.close()
+        finally:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
     # Metrics --------------------------------------------------------------------------------------
 
     def open_metrics(self, position: int) -> None:
         """Go on writing metrics after so many bytes; what comes later is forgotten."""
-        file = (self.path / METRICS).open("ab")
-        file.truncate(min(position, file.tell()))
-        file.seek(0, os.SEEK_END)
-        self._metrics = file
+        with self._named(METRICS):
+            file = (self.path / METRICS).open("ab")
+            file.truncate(min(position, file.tell()))
+            file.seek(0, os.SEEK_END)
+            self._metrics = file
 
     def write(self, entry: Mapping[str, Any]) -> None:
         """Write one line of metrics; numbers that are not finite become null."""
         assert self._metrics is not None
-        self._metrics.write(json.dumps(plain(entry), allow_nan=False).encode() + b"\n")
+        with self._named(METRICS):
+            self._metrics.write(_line(entry))
 
     def flush(self, *, sync: bool = False) -> int:
-        """Make lines visible to others, or safe on disk; how many bytes there are."""
+        """Make lines visible to others, or safe on disk; how many bytes there are.
+
+        Raises:
+            RunError: if the file is not there any more.
+        """
         assert self._metrics is not None
-        self._metrics.flush()
-        if sync:
-            os.fsync(self._metrics.fileno())
-        return self._metrics.tell()
+        with self._named(METRICS):
+            self._metrics.flush()
+            if os.fstat(self._metrics.fileno()).st_nlink == 0:
+                raise RunError(f"{self.path / METRICS} was removed while the run wrote to it")
+            if sync:
+                os.fsync(self._metrics.fileno())
+            return self._metrics.tell()
+
+    def digest(self) -> str:
+        """The checksum of the metrics so far."""
+        return files.sha256(self.path / METRICS)
+
+    def restore(
+        self, position: int, digest: str | None, known: Sequence[Mapping[str, Any]]
+    ) -> bool:
+        """See that metrics are as they were when they had so many bytes and this checksum, and make them
+        anew if not: from the lines that can be read, and from those that are ``known`` all the same.
+
+        Returns:
+            Whether they were as they should be.
+        """
+        path = self.path / METRICS
+        content = path.read_bytes()[:position] if path.exists() else b""
+        if len(content) == position and digest in (None, hashlib.sha256(content).hexdigest()):
+            return True
+        last = max((entry["step"] for entry in known), default=0)
+        lines: dict[tuple[int, str], bytes] = {}
+        for line in content.splitlines():
+            with suppress(ValueError, KeyError, TypeError):
+                entry = json.loads(line)
+                if 0 < entry["step"] <= last:
+                    lines[entry["step"], _ORDER[entry["event"]]] = line + b"\n"
+        for entry in known:
+            lines[entry["step"], _ORDER[entry["event"]]] = _line(entry)
+        whole = b"".join(lines[key] for key in sorted(lines))
+        files.write(path, lambda hidden: _write_bytes(hidden, whole))
+        return False
+
+    @contextmanager
+    def _named(self, name: str) -> Iterator[None]:
+        """Let errors of a file say which one it is."""
+        try:
+            yield
+        except OSError as error:
+            if error.filename is None:
+                error.filename = str(self.path / name)
+            raise
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The lines of metrics."""
@@ -182,7 +263,7 @@ class Folder:
 
     def load(self) -> checkpoint.Loaded | None:
         """The newest checkpoint that is whole, if there is any."""
-        if self.checkpoints.is_dir():
+        if self._entered and self.checkpoints.is_dir():  # else another process may be writing there
             files.sweep(self.checkpoints)
         try:
             return checkpoint.load_newest(self.checkpoints)
@@ -193,10 +274,23 @@ class Folder:
             ) from error
 
 
+_ORDER = {"rewiring": "1", "epoch": "2"}  # of the same step
+
+
+def _line(entry: Mapping[str, Any]) -> bytes:
+    return json.dumps(plain(entry), allow_nan=False).encode() + b"\n"
+
+
+def _write_bytes(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
 def plain(entry: Mapping[str, Any]) -> dict[str, Any]:
     """A line as JSON can have it: numbers that are not finite become None."""
-    return {key: None if _is_odd(value) else value for key, value in entry.items()}
+    return {key: _plain(value) for key, value in entry.items()}
 
 
-def _is_odd(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return plain(value)
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +16,7 @@ from torch.optim import Optimizer
 
 from rewire import data, models
 from rewire.data.decode import MARGIN, Crop
+from rewire.initial import reinitialize
 from rewire.methods import METHODS, Method
 from rewire.sparsify import sparsify
 from rewire.training.config import Config
@@ -40,7 +44,11 @@ class Job:
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if the model cannot take the images, or the schedule does not fit."""
         _check_fit(self.config, self.dataset)
-        assert self.schedule
+        batches = self.schedule.steps_per_epoch
+        if (self.config.growth_batches or 0) > batches:
+            raise ValueError(
+                f"growth_batches must be at most an epoch, {batches}, got {self.config.growth_batches}"
+            )
 
     @property
     def method(self) -> Method:
@@ -58,9 +66,12 @@ class Job:
 
     def dense(self) -> nn.Module:
         """The model with all its weights, as the seed gives them."""
+        config = self.config
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self.config.seed)
+            torch.manual_seed(config.seed)
             model = self._build()
+        if config.initial == "fan-in":
+            reinitialize(model, keep_dense=config.keep_dense, seed=config.seed)
         return self._placed(model)
 
     def sparse(
@@ -114,6 +125,18 @@ class Job:
             )
         kind = torch.optim.Adam if config.optimizer == "adam" else torch.optim.AdamW
         return kind(model.parameters(), lr=config.lr, weight_decay=decay)
+
+    def growth_batches(
+        self, step: int, rank: int = 0, world: int = 1
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """The first ``growth_batches`` of an epoch of its own, shuffled and augmented as all are."""
+        config = self.config
+        key = f"{config.seed}:growth".encode()
+        seed = int.from_bytes(hashlib.sha256(key).digest()[:7], "little")
+        train, _ = self.dataset.loaders(config.batch_size, seed=seed, rank=rank, world=world)
+        train.epoch = step
+        for x, y in islice(train, config.growth_batches):
+            yield x.to(self.device), y.to(self.device)
 
     def batches(self, per_class: int) -> list[tuple[Tensor, Tensor]]:
         """So many training images of each class, not augmented, with their labels, in batches of all

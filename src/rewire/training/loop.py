@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import rewire
 from rewire import flops, optim, saving
 from rewire.data import Loader
 from rewire.methods import Rewiring
+from rewire.methods.beforehand import Beforehand
 from rewire.nn.sparse import SparseLayer
 from rewire.training import methods, rounds
 from rewire.training.folder import Folder
@@ -25,6 +28,7 @@ from rewire.training.job import Job
 from rewire.training.methods import Steps
 from rewire.training.processes import Processes
 from rewire.training.progress import Progress
+from rewire.training.spent import Spent
 
 _SHARE = 20  # checkpoints at the end of an epoch take at most one part in so many of the time
 
@@ -42,6 +46,7 @@ class Trainer:
         interrupts: who says when to stop.
         processes: those that train together.
         every: how often to write checkpoints, besides the ends of epochs.
+        through_nan: go on when the loss is no finite number any more.
 
     Attributes:
         step: steps done.
@@ -63,12 +68,14 @@ class Trainer:
         interrupts: Interrupts | None = None,
         processes: Processes | None = None,
         every: Interval | None = None,
+        through_nan: bool = False,
     ) -> None:
         self.job, self.schedule, self.folder = job, job.schedule, folder
         self.progress = progress or Progress()
         self.interrupts = interrupts or Interrupts()
         self.processes = processes or Processes()
         self.every = every or Interval(seconds=300)
+        self.through_nan = through_nan
         config = job.config
         self.train, self.test = job.dataset.loaders(
             config.batch_size,
@@ -99,14 +106,32 @@ class Trainer:
         else:
             for problem in loaded.damaged:
                 self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
+            assert self.folder is not None
+            self.folder.check_config(self.job.config, loaded)
             self.load_state_dict(loaded.state)
-            position = loaded.state["metrics"]
             self._compare(loaded.state["machine"])
+            position = self._restored(loaded.state)
             self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
         if self.folder is not None and self.processes.main:
             self.folder.open_metrics(position)
         self._clock = self._saved = time.perf_counter()
         self._saved_step = self.step
+
+    def _restored(self, state: Mapping[str, Any]) -> int:
+        """How many bytes of metrics to go on from; they are made anew if they are not as they were."""
+        position: int = state["metrics"]
+        if self.folder is None or not self.processes.main:
+            return position
+        known = [_rewiring(r) for r in getattr(self.rewirer, "history", ())]
+        if state["last"] is not None:
+            known.append(state["last"])
+        if self.folder.restore(position, state.get("metrics_sha256"), known):
+            return position
+        self.progress.note(
+            f"{self.folder.metrics} is not as it was when {self.folder.checkpoints} was written: it was "
+            "made anew from what can be read and from the checkpoint; lines of epochs may be missing"
+        )
+        return self.folder.metrics.stat().st_size
 
     def _save_start(self) -> None:
         """Write the first connections, for pictures of what becomes of them."""
@@ -120,6 +145,7 @@ class Trainer:
         self.rewirer = methods.rewirer(self.job, model, self.optimizer)
         self.processes.start(model)
         self.density = rewire.summary(model, show=False).density
+        self.spent = Spent(self.job, model)
 
     # The loop -------------------------------------------------------------------------------------
 
@@ -160,18 +186,74 @@ class Trainer:
         rate = self.schedule.rate(self.step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        rewiring = self._rewire_before()
         self.optimizer.zero_grad()
-        logits = self.model(x)
-        loss = F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
-        loss.backward()
-        self.optimizer.step()
-        self.rewiring = self.rewirer.step()
+        if rewirer := self._waiting:  # the rewiring takes the place of the step
+            outputs: list[Tensor] = []
+            rewiring = rewirer.rewire(self._losses([(x, y)], outputs))
+            output = outputs[0]
+            loss = self._loss(output, y)
+        else:
+            output = self.model(x)
+            loss = self._checked_loss(x, output, y)
+            loss.backward()
+            self.optimizer.step()
+        self.rewiring = self.rewirer.step() or rewiring
         self.step += 1
+        self.spent.step(self.step, self.rewiring)
         with torch.no_grad():
-            self.sums += _counts(loss, logits, y)
+            self.sums += _counts(loss, output, y)
         if self.rewiring is not None:
             self.density = self.rewiring.active / self.rewiring.possible
             self._tell(_rewiring(self.rewiring))
+
+    def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
+
+    def _checked_loss(self, x: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+        """The same; raises if it is not finite."""
+        loss = self._loss(logits, y)
+        if not self.through_nan and not math.isfinite(loss.item()):
+            raise Diverged(self._diverged(x, loss))
+        return loss
+
+    @property
+    def _waiting(self) -> Beforehand | None:
+        """The rewirer, if it is to rewire before the coming step."""
+        rewirer = self.rewirer
+        return rewirer if isinstance(rewirer, Beforehand) and rewirer.waits else None
+
+    def _rewire_before(self) -> Rewiring | None:
+        """Rewire before the step, on other batches, if it is time and there are such."""
+        rewirer = self._waiting
+        if rewirer is None or self.job.config.instead_of_step:
+            return None
+        where = self.processes.rank, self.processes.world
+        rewiring = rewirer.rewire(self._losses(self.job.growth_batches(self.step, *where)))
+        self._seed()
+        return rewiring
+
+    def _losses(
+        self, batches: Iterable[tuple[Tensor, Tensor]], outputs: list[Tensor] | None = None
+    ) -> Iterator[Tensor]:
+        """Of the batches that a rewiring looks at; adds the model's outputs to ``outputs``."""
+        for x, y in batches:
+            output = self.model(x)
+            if outputs is not None:
+                outputs.append(output.detach())
+            yield self._checked_loss(x, output, y)
+
+    def _diverged(self, x: Tensor, loss: Tensor) -> str:
+        """What to tell of a loss that is not finite; the step's update is not done."""
+        kept = (
+            ""
+            if self.folder is None
+            else f" The last checkpoint is kept in {self.folder.checkpoints}."
+        )
+        return (
+            f"the loss of step {self.step + 1:,} is {loss.item()}: {first_not_finite(self.model, x)}. "
+            f"Lower the learning rate, or go on with --through-nan.{kept}"
+        )
 
     def _seed(self) -> None:
         """Set torch's global generators, for dropout and the like."""
@@ -218,9 +300,8 @@ class Trainer:
             self.save()
 
     def _finish(self) -> dict[str, Any]:
-        counted = flops.count(self.model, self.job.dataset.shape)
+        counted = self.spent.forward
         held = rewire.summary(self.model, show=False)
-        training = methods.cost(self.job, counted)
         last = self.last
         summary = {
             "event": "end",
@@ -235,7 +316,7 @@ class Trainer:
             ),
             "flops": counted.sparse,
             "dense_flops": counted.dense,
-            "training_flops": training,
+            "training_flops": self.spent.mean(self.step),
             "dense_training_flops": flops.dense(counted),
             "seconds": round(self.seconds, 3),
         }
@@ -276,9 +357,9 @@ class Trainer:
         """Write a checkpoint, if there is something new."""
         begun = time.perf_counter()
         if self.folder is not None and self.processes.main:
-            self.folder.save(
-                self.step, self.state_dict() | {"metrics": self.folder.flush(sync=True)}
-            )
+            written: dict[str, Any] = {"metrics": self.folder.flush(sync=True)}
+            written |= {"metrics_sha256": self.folder.digest(), "config": asdict(self.job.config)}
+            self.folder.save(self.step, self.state_dict() | written)
         self._saved = time.perf_counter()
         self._saved_step, self._saving = self.step, self._saved - begun
 
@@ -297,7 +378,8 @@ class Trainer:
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "rewirer": self.rewirer.state_dict(),
-            "machine": machine(self.job.device),
+            "spent": self.spent.total,
+            "machine": machine(self.job.device, self.processes.world),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,15 +395,51 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         optim.reshape_old_state(self.optimizer, self.model.parameters())
         self.rewirer.load_state_dict(state["rewirer"])
+        self.spent = Spent(self.job, self.model)
+        self.spent.total = state.get("spent", 0.0)
+        if (
+            "spent" not in state
+        ):  # from before it was summed up: as if connections had been where they are
+            for step in range(1, self.step + 1):
+                self.spent.step(step, None)
 
     def _compare(self, then: Mapping[str, Any]) -> None:
-        now = machine(self.job.device)
+        now = machine(self.job.device, self.processes.world)
         for name, value in then.items():
-            if now[name] != value:
+            if name in now and now[name] != value:
                 self.progress.note(
                     f"{name} was {value} so far and is {now[name]} now: the result may differ slightly "
                     "from that of an uninterrupted run"
                 )
+
+
+class Diverged(RuntimeError):
+    """The loss is no finite number any more."""
+
+
+def first_not_finite(model: nn.Module, x: Tensor) -> str:
+    """Where numbers stop being finite: the first such parameter, else the first such output of a layer."""
+    for name, parameter in model.named_parameters():
+        if not bool(parameter.detach().isfinite().all()):
+            return f"{name} is not finite any more"
+    found: list[str] = []
+
+    def look(name: str, output: Any) -> None:
+        if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+            found.append(name)
+
+    hooks = [
+        module.register_forward_hook(lambda _, __, output, name=name: look(name, output))
+        for name, module in model.named_modules()
+        if not any(module.children())
+    ]
+    try:
+        with torch.no_grad():
+            model(x)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return f"the first output that is not finite is that of {found[0]}" if found else "it overflows"
 
 
 def shell(job: Job, state: Mapping[str, Any]) -> nn.Module:
@@ -375,11 +493,12 @@ def _rewiring(r: Rewiring) -> dict[str, Any]:
     }
 
 
-def machine(device: torch.device) -> dict[str, Any]:
+def machine(device: torch.device, processes: int) -> dict[str, Any]:
     """What results depend on in their last bits."""
     return {
         "rewire": rewire.__version__,
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "device": str(device),
+        "processes": processes,
     }

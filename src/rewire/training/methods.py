@@ -6,6 +6,8 @@ To add a method, add a row to that table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch.nn.functional as F
@@ -13,17 +15,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import rewire
-from rewire.flops import Flops
 from rewire.methods import METHODS, Rewiring
-from rewire.methods.registry import Spent
+from rewire.methods.options import OPTIONS
 
 if TYPE_CHECKING:
     from rewire.training.job import Job
 
-__all__ = ["METHODS", "OPTIONS", "Steps", "cost", "rewirer", "shell", "start"]
-
-OPTIONS = ("every", "until", "fraction", "subset", "distribution", "scope", "storage", "rounds")
-"""Settings that only some methods take."""
+__all__ = ["METHODS", "OPTIONS", "Steps", "rewirer", "shell", "start"]
 
 SAMPLES = 10  # of each class, for methods that prune before training
 
@@ -42,12 +40,13 @@ def start(job: Job) -> nn.Module:
     if job.ticket is not None:
         return job.ticket
     if method.kind == "pruning":
+        loss = partial(F.cross_entropy, label_smoothing=config.label_smoothing)
         return method.make(  # type: ignore[no-any-return]
-            *(job.dense(), job.batches(SAMPLES), F.cross_entropy),
+            *(job.dense(), job.batches(SAMPLES), loss),
             sparsity=config.sparsity,
-            scope=config.scope,
             keep_dense=config.keep_dense,
             seed=config.seed,
+            **_settings(job),
         )
     if method.start is None:
         return job.dense()
@@ -81,17 +80,21 @@ def rewirer(job: Job, model: nn.Module, optimizer: Optimizer) -> Steps:
         return rewire.Dense(model, optimizer)
     if method.kind == "pruning":
         return rewire.Static(model, optimizer)
-    found: dict[str, Any] = {"every": job.schedule.every, "until": job.schedule.until}
-    names = ("fraction", "subset", "distribution", "scope")
-    found |= {name: getattr(config, name) for name in names}
+    settings = _settings(job) | {"seed": config.seed}
     if method.make is rewire.Gradual:
-        found |= {"sparsity": config.sparsity, "storage": config.storage}
-    settings = {k: v for k, v in found.items() if v is not None}
-    return method.make(model, optimizer, seed=config.seed, **settings)  # type: ignore[no-any-return]
+        settings["sparsity"] = config.sparsity
+    if config.instead_of_step:
+        settings["growth_batches"] = 1
+    return method.make(model, optimizer, **settings)  # type: ignore[no-any-return]
 
 
-def cost(job: Job, found: Flops) -> float:
-    """Operations of training, per sample, from those of the forward pass of the trained model."""
-    schedule = job.schedule
-    until = None if schedule.until is None else schedule.until / schedule.steps
-    return job.method.cost(found, Spent(schedule.every, job.config.subset, until))
+def _settings(job: Job) -> dict[str, Any]:
+    """The options of the method that what makes it takes as arguments, times in steps."""
+    config, taken = job.config, signature(job.method.make).parameters
+    found = {name: getattr(config, name) for name in job.method.options if name in taken}
+    for name, value in found.items():
+        if name == "every":
+            found[name] = job.schedule.every
+        elif OPTIONS[name].epochs and value is not None:
+            found[name] = config.in_steps(value, job.schedule.steps_per_epoch)
+    return {name: value for name, value in found.items() if value is not None}

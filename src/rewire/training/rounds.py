@@ -46,10 +46,11 @@ def run(whole: Trainer) -> dict[str, Any]:
 def _round(whole: Trainer, lottery: Lottery) -> tuple[dict[str, Any], nn.Module]:
     """The summary of a round and its trained model."""
     ticket = lottery.ticket
-    config = replace(whole.job.config, sparsity=ticket.sparsity, rounds=())
+    settings: dict[str, Any] = {"sparsity": ticket.sparsity, "rounds": ()}
+    config = replace(whole.job.config, **settings)
     job = replace(whole.job, config=config, ticket=ticket.model)
     told = _Told(whole.progress, ticket.round, ticket.sparsity)
-    more = (told, whole.interrupts, whole.processes, whole.every)
+    more = (told, whole.interrupts, whole.processes, whole.every, whole.through_nan)
     if whole.folder is None:
         trainer = type(whole)(job, None, *more)
         return trainer.run(), trainer.model

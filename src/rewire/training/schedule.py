@@ -9,6 +9,9 @@ if TYPE_CHECKING:
     from rewire.training.config import Config
 
 
+MOST = 1e15  # steps
+
+
 @dataclass(frozen=True)
 class Schedule:
     """A run in steps.
@@ -37,9 +40,11 @@ class Schedule:
         """``scale`` multiplies all of it, ``extend`` all but ``every``; then steps are rounded."""
 
         def steps(epochs: float) -> int:
-            return max(1, round(epochs * steps_per_epoch * config.scale * config.extend))
+            return config.in_steps(epochs, steps_per_epoch)
 
-        every = None if config.every is None else max(1, round(config.every * config.scale))
+        every = None
+        if config.every is not None:
+            every = max(1, round(min(MOST, config.every * config.scale)))
         until = None if config.until is None else steps(config.until)
         total = steps(config.epochs)
         if every is not None and every > min(total, until or total):
@@ -52,7 +57,7 @@ class Schedule:
             steps=total,
             steps_per_epoch=steps_per_epoch,
             drops=tuple(steps(drop) for drop in config.drops),
-            warmup=steps(config.warmup) if config.warmup else 0,
+            warmup=steps(config.warmup),
             every=every,
             until=until,
             lr=config.lr,

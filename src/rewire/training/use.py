@@ -52,6 +52,7 @@ def load(
     loaded = folder.load()
     if loaded is None:
         raise RunError(f"the run in {path} has no checkpoint yet; go on with it first")
+    folder.check_config(config, loaded)
     data = load_data(config, root or folder.root, workers=workers)
     model = shell(Job(config, data), loaded.state)
     return model, f"{loaded.path} (unfinished)"

@@ -1,0 +1,1 @@
+"""Public models, dense against sparse."""

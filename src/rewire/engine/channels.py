@@ -1,0 +1,234 @@
+"""Graphs for the kernels: with channels second in every tensor.
+
+Kernels know images (N, C, H, W) and rows (R, C). A recorded graph has values of other shapes, too: tokens
+(N, T, C), or images with their channels last. :func:`channels_second` gives an equivalent graph. There,
+
+* a layer norm is a ``channel_norm``, over the second dimension;
+* (..., C) that a linear layer or a layer norm reads or writes is ``rows``, (R, C): the same memory;
+* what a permutation has made of an image (N, C, H, W), or of (N, C, T), is ``last``: still (N, C, places),
+  and linear layers and norms work on its second dimension.
+
+Between them, and where a value leaves the region, are views and transpositions of every sample (``turn``).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from rewire.engine import graph as ir
+from rewire.engine.graph import Graph, Node, Ref
+from rewire.engine.rules import POINTWISE
+
+PLACES = 32
+"""So many places of a sample are worth working on one sample after another."""
+
+
+class Turn(NamedTuple):
+    """Of ``turn`` (x): the transpose of every sample, as a matrix of so many rows."""
+
+    rows: int
+
+
+class Rewritten(NamedTuple):
+    """A graph, and for each of its nodes the node of the original one that it works for."""
+
+    graph: Graph
+    origin: list[int]
+
+
+def channels_second(graph: Graph) -> Rewritten:
+    """The graph that kernels run."""
+    if all(map(_is_known, graph.nodes)):
+        return Rewritten(graph, list(range(len(graph.nodes))))
+    return _Rewriting(graph).result()
+
+
+def _is_known(node: Node) -> bool:
+    """Whether kernels take a node as it is."""
+    dims = len(node.shape)
+    return node.op not in ("layer_norm", "permute") and (
+        dims == 2 or (dims == 4 and node.op != "linear")
+    )
+
+
+class _Rewriting:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.nodes: list[Node] = []
+        self.origin: list[int] = []
+        self.node = -1  # of the original graph, that is being rewritten
+        # By value of the original graph, what it is in the new one.
+        self.plain: dict[int, int] = {~k: ~k for k in range(len(graph.inputs))}  # as it is
+        self.rows: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+
+    def result(self) -> Rewritten:
+        handlers = dict.fromkeys(POINTWISE, self._pointwise) | {
+            "dropout": self._dropout,
+            "linear": self._linear,
+            "layer_norm": self._layer_norm,
+            "view": self._view,
+            "permute": self._permute,
+        }
+        for index, node in enumerate(self.graph.nodes):
+            self.node = index
+            handlers.get(node.op, self._plain)(node)
+        outputs = []
+        for ref in self.graph.outputs:
+            self.node = ref
+            outputs.append(self.as_plain(ref))
+        return Rewritten(Graph(tuple(self.nodes), self.graph.inputs, tuple(outputs)), self.origin)
+
+    def add(self, op: str, attrs: Any, inputs: tuple[Ref, ...], shape: tuple[int, ...]) -> int:
+        grad = any(ref is not None and self._requires_grad(ref) for ref in inputs)
+        self.nodes.append(Node(op, attrs, inputs, shape, grad))
+        self.origin.append(self.node)
+        return len(self.nodes) - 1
+
+    def _requires_grad(self, ref: int) -> bool:
+        return self.nodes[ref].requires_grad if ref >= 0 else self.graph.inputs[~ref].requires_grad
+
+    def shape(self, ref: int) -> tuple[int, ...]:
+        return self.graph.nodes[ref].shape if ref >= 0 else self.graph.inputs[~ref].shape
+
+    # What a value is
+
+    def as_plain(self, ref: int) -> int:
+        if ref not in self.plain:
+            shape = self.shape(ref)
+            if ref in self.rows:
+                found = self.view(self.rows[ref], shape)
+            else:
+                found = self.add("turn", Turn(shape[-1]), (self.last[ref],), shape)
+            self.plain[ref] = found
+        return self.plain[ref]
+
+    def as_rows(self, ref: int) -> int:
+        if ref not in self.rows:
+            shape = self.shape(ref)
+            self.rows[ref] = self.view(self.as_plain(ref), (math.prod(shape[:-1]), shape[-1]))
+        return self.rows[ref]
+
+    def as_last(self, ref: int) -> int:
+        if ref not in self.last:
+            shape = _second(self.shape(ref))
+            self.last[ref] = self.add("turn", Turn(shape[2]), (self.as_plain(ref),), shape)
+        return self.last[ref]
+
+    def view(self, ref: int, shape: tuple[int, ...]) -> int:
+        given = self.nodes[ref].shape if ref >= 0 else self.graph.inputs[~ref].shape
+        return ref if given == shape else self.add("view", ir.View(shape), (ref,), shape)
+
+    # Operations
+
+    def _plain(self, node: Node) -> None:
+        """One that knows images, and their channels second."""
+        inputs = tuple(None if r is None else self.as_plain(r) for r in node.inputs)
+        self.plain[self.node] = self.add(node.op, node.attrs, inputs, node.shape)
+
+    def _pointwise(self, node: Node) -> None:
+        read = [ref for ref in node.inputs if ref is not None]
+        rows = (math.prod(node.shape[:-1]), node.shape[-1])
+        tokens = len(node.shape) not in (2, 4)
+        known = any(ref in self.rows for ref in read)
+        if not all(self._along_last(ref, node.shape) for ref in read):
+            self._broadcast(node, read)
+        elif not known and all(ref in self.last for ref in read):
+            inputs = tuple(map(self.as_last, read))
+            self.last[self.node] = self.add(node.op, node.attrs, inputs, _second(node.shape))
+        elif tokens or known or any(ref in self.last for ref in read):
+            inputs = tuple(self._operand(ref, node.shape) for ref in read)
+            self.rows[self.node] = self.add(node.op, node.attrs, inputs, rows)
+        else:
+            self._plain(node)
+
+    def _along_last(self, ref: int, shape: tuple[int, ...]) -> bool:
+        """Whether an operand has the shape of the result, or differs along its last dimension alone."""
+        given = self.shape(ref)
+        return given == shape or (math.prod(given[:-1]) == 1 and given[-1:] == shape[-1:])
+
+    def _operand(self, ref: int, shape: tuple[int, ...]) -> int:
+        """What a value of some shape reads, as rows."""
+        if self.shape(ref) == shape:
+            return self.as_rows(ref)
+        return self.view(self.as_plain(ref), shape[-1:])
+
+    def _broadcast(self, node: Node, read: list[int]) -> None:
+        """Some operand has a size of 1 where others have not: tokens are images of one column."""
+        if len(node.shape) != 3:
+            self._plain(node)
+            return
+        lifted = [(1,) * (3 - len(shape)) + shape for shape in map(self.shape, read)]
+        inputs = tuple(
+            self.view(self.as_plain(ref), (*shape, 1))
+            for ref, shape in zip(read, lifted, strict=True)
+        )
+        image = self.add(node.op, node.attrs, inputs, (*node.shape, 1))
+        self.plain[self.node] = self.view(image, node.shape)
+
+    def _dropout(self, node: Node) -> None:
+        """Its noise depends on where an element lies in the value itself."""
+        if len(node.shape) in (2, 4):
+            self._plain(node)
+            return
+        inputs = (self.as_rows(node.inputs[0]),)  # type: ignore[arg-type]
+        rows = (math.prod(node.shape[:-1]), node.shape[-1])
+        self.rows[self.node] = self.add(node.op, node.attrs, inputs, rows)
+
+    def _linear(self, node: Node) -> None:
+        source, *parameters = node.inputs
+        assert source is not None
+        attrs: Any = node.attrs
+        if source in self.last and not attrs.probe:  # rewirers look at rows
+            inputs = (self.last[source], *parameters)
+            self.last[self.node] = self.add("linear", attrs, inputs, _second(node.shape))
+        else:
+            inputs = (self.as_rows(source), *parameters)
+            shape = (math.prod(node.shape[:-1]), node.shape[-1])
+            self._keep_rows(self.add("linear", attrs, inputs, shape))
+
+    def _layer_norm(self, node: Node) -> None:
+        source, *parameters = node.inputs
+        assert source is not None
+        if source in self.last:
+            inputs = (self.last[source], *parameters)
+            shape = _second(node.shape)
+            self.last[self.node] = self.add("channel_norm", node.attrs, inputs, shape)
+        else:
+            inputs = (self.as_rows(source), *parameters)
+            shape = (math.prod(node.shape[:-1]), node.shape[-1])
+            self._keep_rows(self.add("channel_norm", node.attrs, inputs, shape))
+
+    def _keep_rows(self, ref: int) -> None:
+        (self.plain if len(self.graph.nodes[self.node].shape) == 2 else self.rows)[self.node] = ref
+
+    def _view(self, node: Node) -> None:
+        (source,) = node.inputs
+        assert source is not None
+        rows = self.rows.get(source)
+        if rows is not None and node.shape[-1] == self.shape(source)[-1]:
+            kept = self.plain if len(node.shape) == 2 else self.rows
+            kept[self.node] = rows
+        else:
+            self.plain[self.node] = self.view(self.as_plain(source), node.shape)
+
+    def _permute(self, node: Node) -> None:
+        (source,) = node.inputs
+        assert source is not None
+        attrs: Any = node.attrs
+        if source in self.last and attrs.dims[1] == len(node.shape) - 1:  # what was last is second
+            self.plain[self.node] = self.view(self.last[source], node.shape)
+        elif (
+            attrs.dims[-1] == 1 and math.prod(node.shape[1:-1]) >= PLACES
+        ):  # what was second is last
+            self.last[self.node] = self.view(self.as_plain(source), _second(node.shape))
+        else:
+            turn = Turn(math.prod(self.shape(source)[1 : attrs.dims[1]]))
+            self.plain[self.node] = self.add("turn", turn, (self.as_plain(source),), node.shape)
+
+
+def _second(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(N, C, places) of a shape whose channels are last."""
+    batch, *places, channels = shape
+    return (batch, channels, math.prod(places))

@@ -1,0 +1,91 @@
+"""Norms over the last dimension, and permutations, as nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from rewire.engine import graph as ir
+from rewire.engine.lazy import LazyTensor
+from rewire.engine.parse.base import No, dtype_of, shape_of, unary
+from rewire.engine.scope import recording
+
+CHANNELS_LAST = (0, 2, 3, 1)
+"""Permutations that are recorded: of (N, C, H, W) to (N, H, W, C), back, and of the last two of three."""
+CHANNELS_SECOND = (0, 3, 1, 2)
+SWAPPED = (0, 2, 1)
+
+
+def _layer_norm(
+    input: Any,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> Any:
+    return _norm(input, normalized_shape, weight, bias, ir.LayerNorm(float(eps), True))
+
+
+def _rms_norm(
+    input: Any, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
+) -> Any:
+    if eps is None:
+        eps = torch.finfo(dtype_of(input)).eps
+    return _norm(input, normalized_shape, weight, None, ir.LayerNorm(float(eps), False))
+
+
+def _norm(
+    x: Any, normalized: Any, weight: Tensor | None, bias: Tensor | None, attrs: ir.LayerNorm
+) -> Any:
+    if not isinstance(x, Tensor) or type(normalized) not in (tuple, list, torch.Size):
+        return No
+    shape = shape_of(x)
+    if len(shape) < 2 or 0 in shape or tuple(normalized) != shape[-1:]:
+        return No
+    for tensor in (weight, bias):
+        if tensor is not None and (tensor.shape != shape[-1:] or not tensor.is_contiguous()):
+            return No
+    region = recording(dtype_of(x))
+    if region is None:
+        return No
+    return region.append("layer_norm", attrs, (x, weight, bias), shape)
+
+
+def _permute(input: Any, *dims: Any) -> Any:
+    wanted = dims[0] if len(dims) == 1 and isinstance(dims[0], (tuple, list)) else dims
+    shape = shape_of(input)
+    if len(wanted) != len(shape) or not all(type(dim) is int for dim in wanted):
+        return No
+    order = tuple(dim + len(shape) if dim < 0 else dim for dim in wanted)
+    if order not in (CHANNELS_LAST, CHANNELS_SECOND, SWAPPED) or _viewed(input):
+        return No
+    return unary("permute", ir.Permute(order), input, tuple(shape[dim] for dim in order))
+
+
+def _viewed(x: Any) -> bool:
+    """Whether ``x`` is a view of a view: what permutes a permuted value back is recorded nevertheless."""
+    region = x._region if type(x) is LazyTensor else None
+    return region is None or region.nodes[x._index][0] == "slice"
+
+
+def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
+    dims = len(shape_of(input))
+    if dims != 3 or type(dim0) is not int or type(dim1) is not int:
+        return No
+    if {dim0 % dims, dim1 % dims} != {1, 2}:
+        return No
+    return _permute(input, SWAPPED)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    **dict.fromkeys((F.layer_norm, torch.layer_norm), _layer_norm),
+    **dict.fromkeys((F.rms_norm, torch.rms_norm), _rms_norm),
+    **dict.fromkeys((torch.permute, Tensor.permute), _permute),
+    **dict.fromkeys((torch.transpose, Tensor.transpose), _transpose),
+    **dict.fromkeys((torch.swapaxes, Tensor.swapaxes, Tensor.swapdims), _transpose),
+}
