@@ -131,7 +131,7 @@ def test_equals_the_dense_twin(name: str, storage: str) -> None:
 
 
 def ops_reference() -> Any:
-    from tests.test_sampling import reference
+    from test_sampling import reference
 
     return reference()
 
