@@ -10,9 +10,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewired import METHODS, keys, sgd
-from some_layers import assert_as_dense, assert_state, seeded
-from test_sampling import STREAM, everywhere
 from torch import Tensor, nn
 
 import rewire
@@ -21,6 +18,9 @@ from rewire.budgets import LayerSize, assign
 from rewire.connections import Domain
 from rewire.ops import sampling as kernels
 from rewire.ops.dense import gradient_rows
+from rewired import METHODS, keys, sgd
+from some_layers import assert_as_dense, assert_state, seeded
+from test_sampling import STREAM, everywhere
 
 GROUPS = st.tuples(*[st.integers(1, 4)] * 3, st.integers(1, 3))  # groups, sides of each, taps
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rewired import METHODS, keys, sgd
-from some_layers import assert_state, seeded
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +15,8 @@ import rewire
 from rewire import flops, ops
 from rewire.nn.kinds import KINDS, masked_kind, sparse_kind
 from rewire.nn.shape import flatten
+from rewired import METHODS, keys, sgd
+from some_layers import assert_state, seeded
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-9}
