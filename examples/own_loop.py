@@ -57,11 +57,11 @@ def main() -> None:
     rewirer = rewire.GSE(model, optimizer, every=20, until=steps * 3 // 4)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
-    parts = {"model": model, "optimizer": optimizer, "rewirer": rewirer}
+    parts = {"rewirer": rewirer, "model": model, "optimizer": optimizer}
     parts |= {"scheduler": scheduler, "data": train}
     if checkpoint.exists():
         state = torch.load(checkpoint, weights_only=True)
-        for name, part in parts.items():  # the model first, then the optimizer, then the rewirer
+        for name, part in parts.items():  # the rewirer, then the model, then the optimizer
             part.load_state_dict(state[name])
         print(f"going on after epoch {train.epoch}")
     else:

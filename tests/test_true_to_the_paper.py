@@ -493,46 +493,6 @@ def test_synflow_can_let_a_softmax_pass() -> None:
     assert not torch.allclose(scores, synflow_scores(model, found, sample)["qkv.weight"])
 
 
-@pytest.mark.parametrize("at", [4, 6, 9, 10])
-def test_one_order_of_loading_works_for_gradual_too(at: int) -> None:
-    """Rewirer, model, optimizer: also after the handover, into a model that is masked still."""
-
-    def start() -> tuple[Any, Any, Any]:
-        torch.manual_seed(0)
-        model = rewire.sparsify(Net(), density=1, weights="keep", storage="masked")
-        optimizer = sgd(model)
-        gradual = rewire.Gradual(model, optimizer, sparsity=0.8, every=3, until=9)
-        return gradual, model, optimizer
-
-    def go(parts: tuple[Any, Any, Any], steps: range) -> None:
-        rewirer, model, optimizer = parts
-        for step in steps:
-            torch.manual_seed(step)
-            optimizer.zero_grad()
-            F.cross_entropy(model(batch(step)[0]), batch(step)[1]).backward()
-            optimizer.step()
-            rewirer.step()
-
-    first, second = start(), start()
-    go(first, range(at))
-    for part, state in zip(second, copy.deepcopy([p.state_dict() for p in first]), strict=True):
-        part.load_state_dict(state)
-    go(first, range(at, 12))
-    go(second, range(at, 12))
-    theirs = second[1].state_dict()
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in first[1].state_dict().items())
-
-
-def test_the_readme_and_the_methods_page_load_in_that_order() -> None:
-    top = Path(__file__).parents[1]
-    assert 'parts = {"rewirer": rewirer, "model": model, "optimizer": optimizer}' in (
-        (top / "README.md").read_text()
-    )
-    assert "the rewirer, the model and the optimizer in this order" in " ".join(
-        (top / "docs/methods.md").read_text().split()
-    )
-
-
 def test_keys_that_ascend_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = torch.arange(0, 60, 3)
     plain = Connections.from_keys(keys, 8, 8)

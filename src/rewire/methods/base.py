@@ -17,7 +17,7 @@ from rewire.communication import Alone
 from rewire.connections import Connections
 from rewire.methods import streaming, together
 from rewire.methods.arguments import Fraction, check_choice, check_integer, check_schedule
-from rewire.methods.change import apply, check_budget, part, plan, select, subset_of
+from rewire.methods.change import apply, check_budget, check_lengths, part, plan, select, subset_of
 from rewire.methods.following import Followers
 from rewire.methods.history import History, Rewiring, total
 from rewire.methods.site import Like, Probe, Site, find, parameters
@@ -362,6 +362,7 @@ class Rewirer:
         t = check_integer("t", state["t"])
         rows = self.history.checked(state["history"])
         found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._sites]
+        check_lengths(self._sites, [one["state"] for one in found], self.conserves)
         # Nothing is changed before all of it is known to fit.
         for name, value in settings.items():
             setattr(self, name, value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -83,6 +83,24 @@ def check_budget(sites: Sequence[Site], scope: str) -> None:
             )
 
 
+def check_lengths(
+    sites: Sequence[Site], states: Sequence[Mapping[str, Tensor]], scope: str | None
+) -> None:
+    """Raise a ValueError unless saved tensors have an element for each connection of a layer; where
+    connections move between layers, of the model, whose own state may be loaded later."""
+    pairs = list(zip(sites, states, strict=True))
+    for group in [pairs] if scope == "global" else [[pair] for pair in pairs]:
+        count = sum(site.layer.count for site, _ in group)
+        for key in {key for _, state in group for key in state}:
+            length = sum(state[key].numel() for _, state in group if key in state)
+            if length != count:
+                names = ", ".join(site.name for site, _ in group)
+                raise ValueError(
+                    f"the state does not fit: {key} is of {length} connections, and {names} has "
+                    f"{count}; make the model as it was made then"
+                )
+
+
 # Replacing connections ----------------------------------------------------------------------------
 
 
@@ -139,6 +157,7 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
             )
     if not (ops.number(site.pruned) or ops.number(site.grown)):
         return None
+    site.check_state()
     after = site.after or replace(site.active, site.pruned, subset, site.grown)
 
     def follow(state: Tensor, fresh: float) -> Tensor:

@@ -91,12 +91,8 @@ class DeepR(Rewirer):
     def _walk(self, site: Site) -> Tensor:
         """Move the weights of a layer and return their thetas."""
         weights = site.weights
+        site.check_state()
         known = site.state["sign"]
-        if known.shape != weights.shape:
-            raise RuntimeError(
-                f"{site.name} has other connections than DeepR has signs for: load the model's weights "
-                "before making the rewirer, or load its state too"
-            )
         coin = (site.random(weights.numel()) < 0.5).to(weights) * 2 - 1
         sign = site.state["sign"] = torch.where(known == 0, coin, known)
         lr = float(optim.group_of(self.optimizer, site.layer.parameter)["lr"])

@@ -152,8 +152,17 @@ class Site:
             raise RuntimeError(
                 f"the connections of {name} were replaced between the backward pass that explored "
                 "others to grow and step(): replace them before the backward pass or after step(), or "
-                "load the rewirer's state after the model's"
+                "load the states of the rewirer, the model and the optimizer, all three"
             )
+
+    def check_state(self) -> None:
+        """Raise a RuntimeError unless what follows the connections has an element for each of them."""
+        for key, tensor in self.state.items():
+            if tensor.numel() != self.layer.count:
+                raise RuntimeError(
+                    f"{self.name} has {self.layer.count} connections, and {key} is of {tensor.numel()} "
+                    "others: load the states of the rewirer, the model and the optimizer, all three"
+                )
 
     def take_subset(self, group: Alone, source: int) -> None:
         """S of process ``source``, for those who have not explored one, with a gradient of zero."""
@@ -197,7 +206,7 @@ class Site:
         """Attributes for :meth:`put` from a :meth:`state_dict`; nothing is changed yet.
 
         Args:
-            state: of a layer with the same units and as many connections.
+            state: of a layer with the same units.
             memory: what tensors in ``memory`` must be like, by name.
 
         Raises:
@@ -219,7 +228,8 @@ class Site:
         }
         for key, tensor in found["state"].items():
             kind = self.state[key].dtype if key in self.state else tensor.dtype
-            _expect(key, tensor, Like((layer.count,), kind))
+            # As long as A, which is the model's: it may be loaded later, so see change.check_lengths.
+            _expect(key, tensor, Like((min(tensor.numel(), layer.domain.size),), kind))
         for key in self.state.keys() - found["state"].keys():
             raise KeyError(key)
         for key, like in memory.items():
