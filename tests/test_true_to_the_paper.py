@@ -3,6 +3,9 @@
 import copy
 import inspect
 import math
+import re
+import subprocess
+import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +30,7 @@ from rewire.methods.synflow import synflow_scores
 from rewire.ops.sampling import Stream
 from rewire.report import paper
 from rewire.reproduce import measured
-from rewire.training import cli
-from rewire.training.config import Config, read_run, resolve
+from rewire.training.config import read_run, resolve
 from rewire.training.job import Job
 from rewire.training.loop import Trainer
 from rewired import by_key, layers, mlp, net, rows, sgd
@@ -506,19 +508,68 @@ def test_keys_that_ascend_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> Non
 # Options ------------------------------------------------------------------------------------------
 
 
-def test_options_are_declared_once() -> None:
-    fields = set(Config.__dataclass_fields__)
-    shown = inspect.signature(cli.train).parameters
-    for name in OPTIONS:
-        assert name in fields
-        assert name in shown
-        assert any(name in method.options for method in METHODS.values())
-    for name in ("config_file", "as_json"):  # options with names of their own keep them
-        assert not isinstance(shown[name].annotation, str)
-    handled = {"storage", "initial", "rounds", "instead_of_step"}  # by the run, not by the method
-    for method in METHODS.values():
-        taken = set(inspect.signature(method.make).parameters)
-        assert set(method.options) - handled <= taken, method.title
+def test_options_are_taken_by_what_makes_the_method() -> None:
+    by_the_run = {"storage", "initial", "rounds", "instead_of_step"}
+    for name, option in OPTIONS.items():
+        assert set(option.differs) <= set(option.of) <= set(METHODS)
+        for method in set() if name in by_the_run else option.of:
+            assert name in inspect.signature(METHODS[method].make).parameters, method
+
+
+ONE_MORE = """
+from importlib.machinery import SourceFileLoader
+
+plain = SourceFileLoader.get_code
+row = 'temperature": Option("float", "Divides logits.", 200.0, "200", of=("grasp",), over=0),'
+
+
+def get_code(self, name):
+    if name != "rewire.methods.options":
+        return plain(self, name)
+    first, *rest = self.get_source(name).split('"softmax": Option(')
+    return compile(f'{first} "{row} "softmax": Option({rest[0]}', name, "exec")
+
+
+SourceFileLoader.get_code = get_code
+import pathlib, typer.testing
+from rewire.cli import app
+from rewire.training import methods
+from rewire.training.config import resolve
+from rewire.training.job import Job, load_data
+
+given = [*"train --out run --method grasp --epochs 1 --drops= --temperature".split()]
+result = typer.testing.CliRunner().invoke(app, [*given, "0"])
+assert "temperature must be above 0, got 0.0" in result.output, result.output
+result = typer.testing.CliRunner().invoke(app, [*given, "0.5"])
+assert result.exit_code == 0, result.output
+assert "temperature = 0.5" in pathlib.Path("run/config.toml").read_text().splitlines()
+config = resolve({"method": "grasp", "temperature": 0.5})
+assert methods._settings(Job(config, load_data(config)))["temperature"] == 0.5
+assert resolve({"method": "grasp"}).temperature == 200.0
+try:
+    resolve({"method": "gse", "temperature": 1.0})
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_new_option_is_one_row(tmp_path: Path) -> None:
+    """Command line, config, checks and what makes the method follow a row that is put into the table."""
+    command = [sys.executable, "-c", ONE_MORE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "gse has no temperature, leave it out; it is for grasp\n"
+
+
+def test_the_page_on_training_names_the_options_of_every_method() -> None:
+    page = (Path(__file__).parents[1] / "docs/training.md").read_text()
+    rows = [line for line in page.splitlines() if re.match(r"\| `\w+`", line)]
+    found = {}
+    for row in rows:
+        _, methods, options, _ = row.split("|")
+        names = re.sub(r"\(.*?\)", "", options).split(",")
+        found |= {name: {o.strip() for o in names} for name in re.findall(r"`(\w+)`", methods)}
+    assert found == {name: set(method.options) for name, method in METHODS.items()}
 
 
 def test_a_file_from_before_an_option_means_what_runs_did_then(tmp_path: Path) -> None:

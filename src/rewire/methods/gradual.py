@@ -19,6 +19,8 @@ from rewire.methods.handover import hand_over
 from rewire.methods.history import Rewiring
 from rewire.methods.site import Site
 
+CURVES = ("cubic", "cosine")
+
 
 class Gradual(Rewirer):
     r"""Gradual magnitude pruning: from a dense model to a sparse one while it trains.
@@ -76,7 +78,7 @@ class Gradual(Rewirer):
         if not 0 <= begin < until:
             raise ValueError(f"begin must be at least 0 and before until={until}, got {begin}")
         check_choice("storage", storage, ("sparse", "masked"))
-        check_choice("curve", curve, ("cubic", "cosine"))
+        check_choice("curve", curve, CURVES)
         self.sparsity, self.begin, self.storage, self.curve = sparsity, begin, storage, curve
         self.initial = 0.0
         super().__init__(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rewire import flops
@@ -16,6 +16,7 @@ from rewire.methods.grasp import grasp
 from rewire.methods.gse import GSE
 from rewire.methods.history import Rewiring
 from rewire.methods.lottery import Lottery
+from rewire.methods.options import options_of
 from rewire.methods.rigl import RigL
 from rewire.methods.set import SET
 from rewire.methods.snfs import SNFS
@@ -62,8 +63,7 @@ class Method:
         step: what one step takes, from the forward pass as it is, and whether connections may change yet.
         explored: what a rewiring computes besides, from the forward pass before it; None for nothing.
         reference: the paper.
-        options: settings that it takes, of those in :mod:`rewire.methods.options`.
-        defaults: settings in which it differs from the recipe of the others.
+        options: names of the settings that it takes, from :mod:`rewire.methods.options`.
     """
 
     title: str
@@ -80,7 +80,6 @@ class Method:
     step: Callable[[Flops, bool], float] = lambda found, changing: flops.static(found)
     explored: Callable[[Flops, Rewiring], float] | None = None
     options: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 LEGEND = (
@@ -90,22 +89,12 @@ LEGEND = (
 )
 
 _BOTH = ("sparse", "masked")
-_SCHEDULE = ("every", "until", "fraction")
-_WHEN = ("growth_batches", "instead_of_step")
-_GLOBAL = {"scope": "global"}
 
 
 def _dynamic(
     title: str, about: str, make: Callable[..., Any], flops: str, reference: str, **more: Any
 ) -> Method:
     """Sparse from the first step to the last."""
-    settings: dict[str, Any] = {
-        "dense_gradients": "never",
-        "options": (*_SCHEDULE, "scope"),
-        "defaults": _GLOBAL,
-        **more,
-    }
-    settings["options"] = (*settings["options"], "storage")
     return Method(
         title=title,
         about=about,
@@ -116,12 +105,12 @@ def _dynamic(
         dense_weights="never",
         flops=flops,
         reference=reference,
-        **settings,
+        **{"dense_gradients": "never", **more},
     )
 
 
 def _before(
-    title: str, about: str, make: Callable[..., Any], scoring: str, reference: str, *options: str
+    title: str, about: str, make: Callable[..., Any], scoring: str, reference: str
 ) -> Method:
     """Pruned before training."""
     return Method(
@@ -135,8 +124,6 @@ def _before(
         dense_gradients="before training",
         flops=f"3 f_S; before: {scoring}",
         reference=reference,
-        options=("scope", "initial", *options),
-        defaults=_GLOBAL,
     )
 
 
@@ -170,7 +157,7 @@ def _gradual_cost(found: Flops, spent: Spent) -> float:
     return until * flops.dense(found) + (1 - until) * flops.static(found)
 
 
-METHODS: dict[str, Method] = {
+_ROWS: dict[str, Method] = {
     "dense": Method(
         title="Dense",
         about="all connections, as plain PyTorch",
@@ -184,8 +171,6 @@ METHODS: dict[str, Method] = {
         reference="",
         cost=lambda found, spent: flops.dense(found),
         step=lambda found, changing: flops.dense(found),
-        options=("initial",),
-        defaults={"initial": "own"},
     ),
     "lottery": Method(
         title="Lottery",
@@ -198,7 +183,6 @@ METHODS: dict[str, Method] = {
         dense_gradients="in the first round",
         flops="sum over rounds of 3 f(s_r)",
         reference="Frankle and Carbin 2018",
-        options=("rounds", "initial"),
     ),
     "gradual": Method(
         title="Gradual",
@@ -213,12 +197,8 @@ METHODS: dict[str, Method] = {
         reference="Zhu and Gupta 2017",
         cost=_gradual_cost,
         step=_until_done,
-        options=("every", "until", "curve", "scope", "storage", "initial"),
-        defaults=_GLOBAL,
     ),
-    "static": _dynamic(
-        "Static", "random connections that stay", Static, "3 f_S", "", options=(), defaults={}
-    ),
+    "static": _dynamic("Static", "random connections that stay", Static, "3 f_S", ""),
     "snip": _before(
         *("SNIP", "prunes before training what the loss feels least", snip),
         *("3 f_D of the samples", "Lee et al. 2018"),
@@ -229,7 +209,7 @@ METHODS: dict[str, Method] = {
     ),
     "synflow": _before(
         *("SynFlow", "prunes before training, without data, what carries the least flow", synflow),
-        *("100 times 3 f_D of one sample", "Tanaka et al. 2020", "softmax"),
+        *("100 times 3 f_D of one sample", "Tanaka et al. 2020"),
     ),
     "rigl": _dynamic(
         *("RigL", "the rigged lottery: grows the largest of all gradients", RigL),
@@ -237,7 +217,6 @@ METHODS: dict[str, Method] = {
         dense_gradients="at rewirings, in blocks",
         cost=_rigl_cost,
         explored=lambda found, rewiring: found.dense,
-        options=(*_SCHEDULE, "scope", *_WHEN),
     ),
     "topkast": Method(
         title="Top-KAST",
@@ -252,31 +231,24 @@ METHODS: dict[str, Method] = {
         reference="Jayakumar et al. 2020",
         cost=lambda found, spent: flops.topkast(found),
         step=lambda found, changing: flops.topkast(found),
-        options=("every", "until", "explore", "initial"),
     ),
     "set": _dynamic(
         *("SET", "sparse evolutionary training: grows at random", SET),
         *("3 f_S", "Mocanu et al. 2018"),
-        options=(*_SCHEDULE, "growth", "scope"),
     ),
     "gse": _dynamic(
         *("GSE", "guided stochastic exploration, the paper's method", GSE),
         *("(3 f_S T + 2 f_S + f_G) / (T + 1)", "Heddes et al. 2024"),
-        options=(*_SCHEDULE, "subset", "distribution", "scope", *_WHEN),
         cost=_gse_cost,
         explored=_at_subset,
     ),
     "dsr": _dynamic(
         *("DSR", "dynamic sparse reparameterization: moves connections between layers", DSR),
         *("3 f_S", "Mostafa and Wang 2019"),
-        options=_SCHEDULE,
-        defaults={},
     ),
     "deepr": _dynamic(
         *("DeepR", "deep rewiring: at every step, what would change sign goes", DeepR),
         *("3 f_S", "Bellec et al. 2018"),
-        options=("every", "until", "scope"),
-        defaults={"every": 1, "until": None, "scope": "layer"},
     ),
     "snfs": _dynamic(
         *("SNFS", "sparse momentum: grows the largest momenta of all", SNFS),
@@ -286,6 +258,9 @@ METHODS: dict[str, Method] = {
         step=_with_momentum,
     ),
 }
+
+
+METHODS = {name: replace(row, options=options_of(name)) for name, row in _ROWS.items()}
 
 
 def method(name: str) -> Method:

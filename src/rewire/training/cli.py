@@ -60,9 +60,8 @@ def _with_method_options(command: Callable[..., None]) -> Callable[..., None]:
     *own, _ = described.parameters.values()
     kinds = {"int": int, "float": float, "str": str, "bool": bool}
     for name, option in OPTIONS.items():
-        many = option.kind.startswith("tuple")
-        more = {"metavar": "A,B"} if many else {}
-        declared = _option(option.about, _METHOD, option.shown, **more)
+        more = {"metavar": "A,B"} if option.many else {}
+        declared = _option(option.help, _METHOD, option.shown, **more)
         kind = Annotated[kinds.get(option.kind, str) | None, declared]  # type: ignore[valid-type]
         command.__annotations__[name] = kind
         own.append(
@@ -231,9 +230,11 @@ def train(
 
     options |= {
         "drops": _numbers(drops, "--drops", "epochs with commas between them, such as 80,120"),
-        "rounds": _numbers(
-            options["rounds"], "--rounds", "sparsities with commas between them, such as 0,0.5"
-        ),
+        **{
+            name: _numbers(options[name], f"--{name}", "numbers with commas between them")
+            for name, option in OPTIONS.items()
+            if option.many
+        },
         "keep_dense": keep_dense or None,
     }
     given = {name: options[name] for name in configs.NAMES if options[name] is not None}

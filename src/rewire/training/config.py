@@ -159,7 +159,10 @@ def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
         defaults["lr"] = _VIT
     method = METHODS.get(chosen["method"])
     if method is not None:
-        defaults |= method.defaults
+        own = {name: option.differs for name, option in OPTIONS.items()}
+        defaults |= {
+            name: its[chosen["method"]] for name, its in own.items() if chosen["method"] in its
+        }
         if "rounds" in method.options and isinstance(chosen["sparsity"], float):
             below = [s for s in SPARSITIES if s < chosen["sparsity"]]
             defaults["rounds"] = (*below, chosen["sparsity"])
