@@ -86,6 +86,13 @@ def test_gse_runs_that_function(monkeypatch: pytest.MonkeyPatch) -> None:
         assert layer.connections.keys().tolist() == one.connections.keys().tolist()
 
 
+def test_scores_that_gse_would_ignore_are_refused() -> None:
+    for rule in ("growth", "survival"):
+        with pytest.raises(TypeError, match=rf"Other.{rule}\(\) would not be used"):
+            type("Other", (rewire.GSE,), {rule: lambda self, site: site.weights})
+    type("Other", (rewire.GSE,), {"explore": lambda self, site: site.draw(1.0)})
+
+
 def test_the_page_on_methods_quotes_that_function() -> None:
     page = (Path(__file__).parents[1] / "docs/methods.md").read_text()
     quoted = page.split("<!-- quoted: grow_and_prune -->\n```python\n")[1].split("```")[0]
@@ -94,7 +101,8 @@ def test_the_page_on_methods_quotes_that_function() -> None:
 
 def test_rigl_is_a_rule_on_the_template() -> None:
     own = {name for name in vars(rewire.RigL) if not name.startswith("__")}
-    assert own <= {"settings", "explore"}  # and __init__, for growth_batches
+    assert own == {"explore"}
+    assert "__init__" not in vars(rewire.RigL)
 
 
 @pytest.mark.parametrize("scope", ["global", "layer"])

@@ -37,15 +37,6 @@ def check_integer(name: str, value: Any) -> int:
         ) from None
 
 
-def check_batches(growth_batches: int) -> int:
-    """The number of batches; raise unless it is a whole number of at least 0."""
-    if check_integer("growth_batches", growth_batches) < 0:
-        raise ValueError(
-            f"growth_batches must be 0, for the training step's own, or more, got {growth_batches}"
-        )
-    return growth_batches
-
-
 def check_number(name: str, value: Any) -> float:
     """The value; raise a TypeError unless it is a number."""
     if not isinstance(value, Real):

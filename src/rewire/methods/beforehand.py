@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from rewire.methods.arguments import check_integer
+from rewire.methods.arguments import Fraction, check_integer
 from rewire.methods.base import Rewirer
 from rewire.methods.history import Rewiring
 
@@ -16,12 +17,37 @@ from rewire.methods.history import Rewiring
 class Beforehand(Rewirer):
     """Base class of guided methods that can rewire before a step, or instead of it.
 
-    With ``growth_batches`` of 0 they rewire after the step, as all do, by its own gradients.
+    Args:
+        model, optimizer, every, until, fraction, scope, seed: see :class:`Rewirer`.
+        growth_batches: 0 rewires after the step, as all methods do, by its own gradients. Otherwise the
+            rewiring is done before the step, by the gradients of so many batches of its own: call
+            :meth:`rewire` with their losses whenever ``waits`` is true.
     """
 
-    growth_batches = 0
+    settings: ClassVar[tuple[str, ...]] = (*Rewirer.settings, "growth_batches")
     _looking = False
     _rewired = 0  # the step that began with a rewiring last
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        *,
+        every: int = 1000,
+        until: int | None = None,
+        fraction: Fraction = 0.2,
+        growth_batches: int = 0,
+        scope: str = "global",
+        seed: int = 0,
+    ) -> None:
+        if check_integer("growth_batches", growth_batches) < 0:
+            raise ValueError(
+                f"growth_batches must be 0, for the training step's own, or more, got {growth_batches}"
+            )
+        self.growth_batches = growth_batches
+        super().__init__(
+            model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
+        )
 
     @property
     def waits(self) -> bool:

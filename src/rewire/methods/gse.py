@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rewire.connections import Connections
-from rewire.methods.arguments import Fraction, check_batches, check_choice, check_number
-from rewire.methods.base import Rewirer
+from rewire.methods.arguments import Fraction, check_choice, check_number
 from rewire.methods.beforehand import Beforehand
 from rewire.methods.change import Replaced, lowest, replace, spare, subset_of, topk
 from rewire.methods.site import Site
@@ -98,8 +97,8 @@ class GSE(Beforehand):
     """
 
     settings: ClassVar[tuple[str, ...]] = (
-        *Rewirer.settings,
-        *("subset", "distribution", "growth_batches"),
+        *Beforehand.settings,
+        *("subset", "distribution"),
     )
 
     def __init__(
@@ -108,7 +107,7 @@ class GSE(Beforehand):
         optimizer: Optimizer,
         *,
         every: int = 1000,
-        until: int,
+        until: int | None = None,
         fraction: Fraction = 0.2,
         subset: float = 1.0,
         distribution: str = "uniform",
@@ -120,10 +119,24 @@ class GSE(Beforehand):
             raise ValueError(f"subset must be positive: draws per active connection, got {subset}")
         check_choice("distribution", distribution, tuple(DISTRIBUTIONS))
         self.subset, self.distribution = subset, distribution
-        self.growth_batches = check_batches(growth_batches)
         super().__init__(
-            model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
+            *(model, optimizer),
+            every=every,
+            until=until,
+            fraction=fraction,
+            growth_batches=growth_batches,
+            scope=scope,
+            seed=seed,
         )
+
+    def __init_subclass__(cls, **more: Any) -> None:
+        """Refuse scores of a subclass: they would be ignored."""
+        super().__init_subclass__(**more)
+        for rule in {"growth", "survival"} & vars(cls).keys():
+            raise TypeError(
+                f"{cls.__name__}.{rule}() would not be used: GSE compares magnitudes of gradients and of "
+                "weights; derive from rewire.Rewirer to score otherwise"
+            )
 
     def explore(self, site: Site) -> Connections | None:
         """Sample S, in the backward pass that then evaluates the gradient there."""

@@ -2,13 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from torch import nn
-from torch.optim import Optimizer
-
-from rewire.methods.arguments import Fraction, check_batches
-from rewire.methods.base import Rewirer
 from rewire.methods.beforehand import Beforehand
 from rewire.methods.site import Site
 
@@ -27,25 +20,6 @@ class RigL(Beforehand):
 
     Reference: Evci et al., *Rigging the lottery: making all tickets winners*, 2020.
     """
-
-    settings: ClassVar[tuple[str, ...]] = (*Rewirer.settings, "growth_batches")
-
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        *,
-        every: int = 1000,
-        until: int,
-        fraction: Fraction = 0.2,
-        growth_batches: int = 0,
-        scope: str = "global",
-        seed: int = 0,
-    ) -> None:
-        self.growth_batches = check_batches(growth_batches)
-        super().__init__(
-            model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
-        )
 
     def explore(self, site: Site) -> None:
         """All inactive connections."""
