@@ -498,9 +498,34 @@ def test_synflow_can_let_a_softmax_pass() -> None:
     scores = synflow_scores(model, found, sample, softmax="identity")["qkv.weight"]
     weight = model.qkv.weight.detach().double().abs().requires_grad_()
     q, k, v = (torch.ones(1, 4, 6, dtype=torch.float64) @ weight.T).chunk(3, -1)
-    (gradient,) = torch.autograd.grad((q @ k.transpose(-1, -2) @ v).sum(), weight)
+    flow = (q @ k.transpose(-1, -2) / math.sqrt(6) @ v).sum()
+    (gradient,) = torch.autograd.grad(flow, weight)
     torch.testing.assert_close(scores, (gradient * weight).abs().detach())
     assert not torch.allclose(scores, synflow_scores(model, found, sample)["qkv.weight"])
+
+
+def test_synflow_takes_the_magnitude_of_computed_positions_too() -> None:
+    angles = torch.linspace(1, 6, 24).view(4, 6)
+
+    class Placed(nn.Module):
+        def __init__(self, computed: bool) -> None:
+            super().__init__()
+            self.register_buffer("kept", angles.sin().abs() + angles.cos().abs())
+            self.fc = nn.Linear(6, 3)
+            self.computed = computed
+
+        def forward(self, x: Tensor) -> Tensor:
+            waves = angles.sin() + angles.cos()
+            return self.fc(x + (waves if self.computed else self.kept))
+
+    torch.manual_seed(0)
+    models = [Placed(True), Placed(False)]
+    models[1].fc.load_state_dict(models[0].fc.state_dict())
+    scores = [
+        synflow_scores(model, layers_of(model)[1], torch.zeros(1, 4, 6))["fc.weight"]
+        for model in models
+    ]
+    torch.testing.assert_close(*scores)
 
 
 def test_keys_that_ascend_are_not_sorted(monkeypatch: pytest.MonkeyPatch) -> None:

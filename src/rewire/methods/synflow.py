@@ -166,12 +166,17 @@ def _attention(
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (t.repeat_interleave(groups, -3) for t in (key, value))
-    scores = query @ key.transpose(-1, -2)
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         scores = scores.tril()
     elif attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores * attn_mask
     return softmax(scores) @ value
+
+
+def _positions(wave: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Positions that a forward pass computes count with their magnitudes, as those in buffers do."""
+    return lambda angles: wave(angles).abs()
 
 
 def _identity(input: Tensor, *rest: Any, **options: Any) -> Tensor:
@@ -186,6 +191,7 @@ _POINTWISE = (
 _LINEAR: dict[Any, Callable[..., Tensor]] = {
     **dict.fromkeys(_POINTWISE, _identity),
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _softmax),
+    **{wave: _positions(wave) for wave in (torch.sin, Tensor.sin, torch.cos, Tensor.cos)},
     F.layer_norm: _layer_norm,
     F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
