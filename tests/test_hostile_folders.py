@@ -27,6 +27,7 @@ from rewire.training.interrupts import Interrupts
 from rewire.training.interval import Interval
 from rewire.training.job import Job, load_data
 from rewire.training.loop import Diverged, Trainer
+from rewire.training.progress import Progress
 from rewire.training.schedule import Schedule
 
 SMALL = {"dataset": "digits", "epochs": 2, "until": 1, "every": 20, "drops": [1]}
@@ -37,10 +38,10 @@ def job_of(**given: Any) -> Job:
     return Job(config, load_data(config))
 
 
-def train(job: Job, path: Path, **options: Any) -> Trainer:
+def train(job: Job, path: Path, every: int = 15, **options: Any) -> Trainer:
     with Folder(path) as folder:
         folder.claim(job.config)
-        trainer = Trainer(job, folder, every=Interval(steps=15), **options)
+        trainer = Trainer(job, folder, every=Interval(steps=every), **options)
         trainer.run()
     return trainer
 
@@ -269,6 +270,24 @@ def test_a_damaged_run_does_not_stop_a_report(
     assert (tmp_path / "report.html").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(("name", "then"), [("processes", 4), ("threads", 1000)])
+def test_another_machine_is_noted(name: str, then: int, done: Path, stopped: Path) -> None:
+    newest = checkpoint.found(stopped / "checkpoints")[0]
+    state = checkpoint.load(newest)
+    now = state["machine"][name]
+    state["machine"][name] = then
+    checkpoint.save(newest.parent, state["step"], state)
+    notes: list[str] = []
+
+    class Noting(Progress):
+        def note(self, text: str) -> None:
+            notes.append(text)
+
+    train(job_of(), stopped, progress=Noting())
+    assert any(note.startswith(f"{name} was {then} so far and is {now} now") for note in notes)
+    assert (stopped / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+
+
 # Divergence
 
 
@@ -278,6 +297,24 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path
         train(job, tmp_path / "run")
     assert "checkpoints" in str(error.value)
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("more", [0, 10], ids=["last step", "earlier"])
+def test_an_update_that_is_not_finite_is_not_saved(more: int, tmp_path: Path) -> None:
+    """A loss is finite, and its update is not: at the last step, or with a checkpoint after every one."""
+    steps = job_of().schedule.steps_per_epoch
+    config = {"epochs": 1 + (1 + more) / steps, "drops": (1.0,), "lr": 1e-4, "drop_factor": 3e42}
+    job = job_of(method="static", until=None, every=None, weight_decay=100.0, **config)
+    folder = tmp_path / "run"
+    every = 1 if more else 10**6
+    with pytest.raises(Diverged, match=rf"after the update of step {steps + 1} .* is not finite"):
+        train(job, folder, every=every)
+    assert not (folder / "model.safetensors").exists()
+    model, what = use.load(folder)
+    assert f"step-{steps:08}" in what
+    assert all(bool(p.isfinite().all()) for p in model.parameters())
+    train(job, folder, every=every, through_nan=True)
+    assert (folder / "model.safetensors").exists()
 
 
 def test_the_command_line_says_so_and_fails(tmp_path: Path) -> None:
@@ -297,7 +334,7 @@ def test_the_command_line_says_so_and_fails(tmp_path: Path) -> None:
 def test_a_run_whose_folder_was_removed_ends_loudly(tmp_path: Path) -> None:
     job = job_of()
 
-    class Remover(rewire.training.progress.Progress):  # type: ignore[name-defined, misc]
+    class Remover(Progress):
         def step(self, trainer: Trainer) -> None:
             if trainer.step == 10:
                 shutil.rmtree(tmp_path / "run")

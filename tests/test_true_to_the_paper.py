@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 import math
 import re
 import subprocess
@@ -630,6 +631,26 @@ def test_options_are_checked(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         resolve(given)
     assert resolve({"subset": math.inf}).subset == math.inf
+
+
+def test_growth_batches_are_others_at_every_step_and_for_every_seed() -> None:
+    job = job_of(every=5, growth_batches=2)
+    batch_size = job.config.batch_size
+    first, again, later, other = (
+        [x for x, _ in one.growth_batches(step)]
+        for one, step in (
+            (job, 5),
+            (job, 5),
+            (job, 10),
+            (job_of(every=5, growth_batches=2, seed=1), 5),
+        )
+    )
+    assert [len(x) for x in first] == [batch_size, batch_size]
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    train, _ = job.dataset.loaders(batch_size, seed=job.config.seed)
+    trained = [x for x, _ in itertools.islice(train, 2)]
+    for others in (later, other, trained, first[::-1]):
+        assert not any(torch.equal(a, b) for a, b in zip(first, others, strict=True))
 
 
 def test_more_growth_batches_than_there_are() -> None:

@@ -46,7 +46,7 @@ class Trainer:
         interrupts: who says when to stop.
         processes: those that train together.
         every: how often to write checkpoints, besides the ends of epochs.
-        through_nan: go on when the loss is no finite number any more.
+        through_nan: go on when the loss or the weights are not finite any more.
 
     Attributes:
         step: steps done.
@@ -245,15 +245,26 @@ class Trainer:
 
     def _diverged(self, x: Tensor, loss: Tensor) -> str:
         """What to tell of a loss that is not finite; the step's update is not done."""
-        kept = (
-            ""
-            if self.folder is None
-            else f" The last checkpoint is kept in {self.folder.checkpoints}."
-        )
         return (
             f"the loss of step {self.step + 1:,} is {loss.item()}: {first_not_finite(self.model, x)}. "
-            f"Lower the learning rate, or go on with --through-nan.{kept}"
+            f"{self._advice}"
         )
+
+    @property
+    def _advice(self) -> str:
+        """What to do about a run that diverges."""
+        advice = "Lower the learning rate, or go on with --through-nan."
+        if self.folder is None:
+            return advice
+        return f"{advice} The last checkpoint is kept in {self.folder.checkpoints}."
+
+    def _check_weights(self) -> None:
+        """Raise if the last update has left weights that are not finite; its loss was."""
+        name = None if self.through_nan else not_finite(self.model)
+        if name is not None:
+            raise Diverged(
+                f"after the update of step {self.step:,} {name} is not finite any more. {self._advice}"
+            )
 
     def _seed(self) -> None:
         """Set torch's global generators, for dropout and the like."""
@@ -300,6 +311,7 @@ class Trainer:
             self.save()
 
     def _finish(self) -> dict[str, Any]:
+        self._check_weights()
         counted = self.spent.forward
         held = rewire.summary(self.model, show=False)
         last = self.last
@@ -354,7 +366,12 @@ class Trainer:
             raise Interrupted(received or 15, self.step)
 
     def save(self) -> None:
-        """Write a checkpoint, if there is something new."""
+        """Write a checkpoint, if there is something new.
+
+        Raises:
+            Diverged: if weights are not finite any more: the last checkpoint is better than that.
+        """
+        self._check_weights()
         begun = time.perf_counter()
         if self.folder is not None and self.processes.main:
             written: dict[str, Any] = {"metrics": self.folder.flush(sync=True)}
@@ -417,11 +434,16 @@ class Diverged(RuntimeError):
     """The loss is no finite number any more."""
 
 
+def not_finite(model: nn.Module) -> str | None:
+    """The name of the first parameter with a number that is not finite."""
+    parameters = model.named_parameters()
+    return next((name for name, p in parameters if not bool(p.detach().isfinite().all())), None)
+
+
 def first_not_finite(model: nn.Module, x: Tensor) -> str:
     """Where numbers stop being finite: the first such parameter, else the first such output of a layer."""
-    for name, parameter in model.named_parameters():
-        if not bool(parameter.detach().isfinite().all()):
-            return f"{name} is not finite any more"
+    if (name := not_finite(model)) is not None:
+        return f"{name} is not finite any more"
     found: list[str] = []
 
     def look(name: str, output: Any) -> None:
