@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import resource
 import shutil
 import signal
@@ -22,7 +23,7 @@ from rewire.cli import app
 from rewire.report.write import write as write_report
 from rewire.training import checkpoint, use
 from rewire.training.config import resolve
-from rewire.training.folder import Folder, RunError
+from rewire.training.folder import Folder, RunError, plain
 from rewire.training.interrupts import Interrupts
 from rewire.training.interval import Interval
 from rewire.training.job import Job, load_data
@@ -297,6 +298,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path
         train(job, tmp_path / "run")
     assert "checkpoints" in str(error.value)
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_lines_of_json_have_null_for_what_is_not_finite() -> None:
+    entry = {"a": math.nan, "b": {"c": -math.inf, "d": [1.0, math.inf, (2, math.nan)]}}
+    assert plain(entry) == {"a": None, "b": {"c": None, "d": [1.0, None, [2, None]]}}
 
 
 @pytest.mark.parametrize("more", [0, 10], ids=["last step", "earlier"])

@@ -293,4 +293,6 @@ def plain(entry: Mapping[str, Any]) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return plain(value)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
