@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -360,6 +361,8 @@ class Rewirer:
             )
         settings = self._checked_settings(state["settings"])
         t = check_integer("t", state["t"])
+        if t < 0:
+            raise ValueError(f"t must be a number of steps, got {t}")
         rows = self.history.checked(state["history"])
         found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._sites]
         # Nothing is changed before all of it is known to fit.
@@ -378,17 +381,20 @@ class Rewirer:
 
     def _checked_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Saved settings; raises a ValueError if the method has no such ones, or of another type."""
+        arguments = inspect.signature(type(self)).parameters
+        optional = {name for name, one in arguments.items() if one.default is None}
         for name, value in given.items():
             if name not in self.settings:
                 raise ValueError(f"{type(self).__name__} has no setting {name!r}")
             now = getattr(self, name)
-            kinds = {str} if isinstance(now, str) else {int, float, type(None), type(now)}
-            if type(value) not in kinds:
+            kinds = {str} if isinstance(now, str) else {int, float, type(now)} - {type(None)}
+            of_kind = type(value) in kinds and value == value  # NaN is not
+            if not (name in optional if value is None else of_kind):
                 raise ValueError(f"{name} must be like {now!r}, got {value!r}")
-        if check_integer("every", given.get("every", 1)) < 1:
-            raise ValueError(f"every must be at least 1 step, got {given['every']}")
-        if "scope" in given:
-            check_choice("scope", given["scope"], ("global", "layer"))
+        new = {name: given.get(name, getattr(self, name, None)) for name in Rewirer.settings}
+        check_schedule(new["every"], new["until"], new["fraction"])
+        check_choice("scope", new["scope"], ("global", "layer"))
+        check_integer("seed", new["seed"])
         return dict(given)
 
     def _reshape_old_state(self) -> None:
