@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.."
 kind=${1:?address or thread}
 shift
 case $kind in
-address) flags="-fsanitize=address,undefined -fno-sanitize-recover=undefined" library=libasan.so ;;
+address) flags="-fsanitize=address,undefined -fno-sanitize=vptr,alignment,object-size -fno-sanitize-recover=undefined" library=libasan.so ;;
 # libgomp is not instrumented: with it every loop on several threads would look like a race.
 thread) flags="-fsanitize=thread -DREWIRE_OWN_THREADS" library=libtsan.so ;;
 *) echo "address or thread, not $kind" >&2 && exit 2 ;;
@@ -27,8 +27,8 @@ fi
 
 build=${BUILD:-$PWD/build/sanitize-$kind}
 python=$(command -v python)
-cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$python" \
-    -DCMAKE_CXX_FLAGS="$flags -fno-omit-frame-pointer"
+cmake -S . -B "$build" -DCMAKE_BUILD_TYPE=None -DPython_EXECUTABLE="$python" \
+    -DCMAKE_CXX_FLAGS="$flags -O1 -g1 -fno-omit-frame-pointer"
 cmake --build "$build" --parallel "$(nproc)"
 mkdir -p "$build/src"
 cp -r src/rewire "$build/src/"
