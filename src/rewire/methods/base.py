@@ -375,6 +375,13 @@ class Rewirer:
         self._reshape_old_state()
         self._arm()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled: it holds on to the layers of its "
+            "model. Save its state_dict(), and load that into a new one, made for the copy of the model "
+            "and of the optimizer"
+        )
+
     def memory_of(self, site: Site) -> Mapping[str, Like]:
         """What the tensors are like that the method keeps in ``site.memory``; saved ones are compared."""
         return {}
