@@ -95,6 +95,8 @@ void bind_drawing(nb::module_& m) {
                          " groups");
         auto* by_input = columns(given.data<int32_t>("inputs", inputs, {2 * n_in * groups, "2 * n_in * groups"}));
         auto* by_output = columns(given.data<int32_t>("outputs", outputs, {2 * n_out, "2 * n_out"}));
+        if (by_input && !sound(by_input, n_in, groups)) given.refuse("inputs has an alias that is no input unit");
+        if (by_output && !sound(by_output, n_out, 1)) given.refuse("outputs has an alias that is no output unit");
         const Rows active = given.rows(indptr, indices, n_in, n_out);
         auto* to_ptr = given.data<int32_t>("to_indptr", to_indptr, {n_out + 1, "n_out + 1"});
         auto* to = given.data<int32_t>("to_indices", to_indices, {draws, "draws"});

@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,6 +21,23 @@ using namespace rewire;
 
 namespace {
 
+// The bytes of a tensor; throws unless its strides stay inside of them.
+size_t bytes_of(const std::vector<size_t>& shape, const std::vector<int64_t>& strides, size_t element) {
+    if (shape.size() != strides.size()) throw std::invalid_argument("empty: as many strides as sizes are expected");
+    constexpr size_t most = size_t(1) << 62;
+    size_t count = 1, last = 0;
+    for (const size_t n : shape) {
+        if (n > most / element / std::max<size_t>(1, count)) throw std::invalid_argument("empty: the shape is too large for any memory");
+        count *= n;
+    }
+    for (size_t k = 0; count && k < shape.size(); k++) {
+        if (strides[k] < 0 || (shape[k] > 1 && size_t(strides[k]) > (count - 1 - last) / (shape[k] - 1)))
+            throw std::invalid_argument("empty: the strides leave the memory of so many elements");
+        last += (shape[k] - 1) * size_t(strides[k]);
+    }
+    return count * element;
+}
+
 // An uninitialised tensor in kept memory, as a DLPack capsule.
 template <class T>
 nb::ndarray<T> empty(const std::vector<size_t>& shape, const std::vector<int64_t>& strides) {
@@ -26,8 +45,7 @@ nb::ndarray<T> empty(const std::vector<size_t>& shape, const std::vector<int64_t
         void* data;
         size_t bytes;
     };
-    size_t bytes = sizeof(T);
-    for (const size_t n : shape) bytes *= n;
+    const size_t bytes = bytes_of(shape, strides, sizeof(T));
     auto* block = new Block{take_memory(bytes), bytes};
     const nb::capsule owner(block, [](void* p) noexcept {
         auto* mine = static_cast<Block*>(p);

@@ -220,6 +220,12 @@ void build_alias(const double* weights, int64_t n, AliasColumn* columns) {
     for (int64_t i = 0; i < larges; i++) keep(large[i]);
 }
 
+bool sound(const AliasColumn* columns, int64_t n, int64_t tables) {
+    bool good = true;
+    for (int64_t i = 0; i < n * tables; i++) good &= columns[i].alias >= 0 && columns[i].alias < n;
+    return good;
+}
+
 int64_t draw(const Stream& stream, int64_t draws, int64_t n_in, int64_t n_out, const AliasColumn* inputs,
              const AliasColumn* outputs, int64_t groups, const ByOutput& active, int32_t* ptr, int32_t* indices,
              int threads) {

@@ -22,6 +22,9 @@ struct AliasColumn {
 // The table of the distribution in proportion to `weights`, which are finite, not negative, not all zero.
 void build_alias(const double* weights, int64_t n, AliasColumn* columns);
 
+// Whether all aliases of `tables` tables of n columns each are in [0, n).
+bool sound(const AliasColumn* columns, int64_t n, int64_t tables);
+
 // The distinct connections among `draws` independent ones that are not in `active`, by output unit.
 // Null tables stand for the uniform distribution; `groups` runs of output units have each a table of `inputs` of their
 // own, one after the other. `indices` has room for all draws; returns how many there are.

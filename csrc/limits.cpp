@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <stdexcept>
 
 #include "parallel.h"
 
@@ -17,10 +18,16 @@ Scratch<float> ones(int64_t count) {
 }  // namespace
 
 Loops::Loops(const Table<float>& table, int64_t rows, double entries, int64_t pieces, int64_t count, int threads)
-    : table_(table), rows_(rows), pieces_(pieces), count_(count), threads_(threads), ptr_(size_t(rows + 1)) {
+    : table_(table), rows_(rows), pieces_(pieces), count_(count), threads_(threads) {
+    constexpr int64_t most = 1 << 24;  // far beyond any cache, and no product of these overflows
+    const bool sizes = rows > 0 && rows <= most && count > 0 && count <= pieces && pieces <= most;
+    if (!sizes || !(entries >= 0 && double(rows) * entries <= 1e9) || threads < 1 || threads > 1024)
+        throw std::invalid_argument("Loops: rows, pieces and count must be at least 1, count at most pieces, entries at "
+                                    "least 0, and threads 1 to 1024");
+    ptr_.resize(size_t(rows + 1));
     for (int64_t row = 0; row <= rows; row++) ptr_[size_t(row)] = int32_t(std::llround(double(row) * entries));
     offset_.resize(size_t(ptr_.back()));
-    const uint64_t places = uint64_t(std::max<int64_t>(1, pieces - count + 1));
+    const uint64_t places = uint64_t(pieces - count + 1);
     uint32_t state = 1;
     for (auto& offset : offset_) {
         state = state * 1664525u + 1013904223u;

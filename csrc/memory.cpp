@@ -87,13 +87,17 @@ void* take_memory(std::size_t bytes) {
     return data;
 }
 
-void give_memory(void* data, std::size_t bytes) {
+void give_memory(void* data, std::size_t bytes) noexcept {
     bytes = rounded(bytes);
     Cache& c = cache();
     const std::lock_guard<std::mutex> lock(c.mutex);
     c.used -= bytes;
+    try {
+        c.blocks.push_back({bytes, data});
+    } catch (const std::bad_alloc&) {
+        return std::free(data);
+    }
     c.kept += bytes;
-    c.blocks.push_back({bytes, data});
 }
 
 std::size_t empty_cache() {

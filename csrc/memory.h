@@ -8,7 +8,7 @@
 namespace rewire {
 
 void* take_memory(std::size_t bytes);
-void give_memory(void* data, std::size_t bytes);
+void give_memory(void* data, std::size_t bytes) noexcept;
 
 // Gives all that is kept back to the system; returns how many bytes.
 std::size_t empty_cache();

@@ -1,9 +1,13 @@
 #include "parallel.h"
 
+#include <atomic>
+#include <exception>
+#include <system_error>
 #include <thread>
 #include <vector>
 
-#if defined(__unix__) || defined(__APPLE__)
+#if (defined(__unix__) || defined(__APPLE__)) && !defined(REWIRE_OWN_THREADS)  // tools/sanitize.sh
+#define REWIRE_FINDS_OPENMP
 #include <dlfcn.h>
 #endif
 
@@ -16,7 +20,7 @@ struct OpenMP {
     int (*thread)() = nullptr;
 
     OpenMP() {
-#if defined(__unix__) || defined(__APPLE__)
+#ifdef REWIRE_FINDS_OPENMP
         find("GOMP_parallel", parallel);
         find("omp_get_thread_num", thread);
 #endif
@@ -28,7 +32,7 @@ struct OpenMP {
     }
 
    private:
-#if defined(__unix__) || defined(__APPLE__)
+#ifdef REWIRE_FINDS_OPENMP
     template <class Function>
     static void find(const char* name, Function& function) {
         function = reinterpret_cast<Function>(dlsym(RTLD_DEFAULT, name));
@@ -41,23 +45,35 @@ struct OpenMP {
 bool shares_torch_threads() { return OpenMP::runtime().found(); }
 
 void run_on_threads(int threads, Body body, void* data) {
+    // An exception that leaves another thread would end the process.
+    struct Call {
+        Body body;
+        void* data;
+        std::atomic_flag failed = ATOMIC_FLAG_INIT;
+        std::exception_ptr first;
+
+        void run(int thread) noexcept {
+            try {
+                body(data, thread);
+            } catch (...) {
+                if (!failed.test_and_set()) first = std::current_exception();
+            }
+        }
+    } call{body, data};
     if (shares_torch_threads()) {
-        struct Call {
-            Body body;
-            void* data;
-        } call{body, data};
-        OpenMP::runtime().parallel(
-            [](void* it) {
-                const auto* c = static_cast<const Call*>(it);
-                c->body(c->data, OpenMP::runtime().thread());
-            },
-            &call, static_cast<unsigned>(threads), 0);
-        return;
+        OpenMP::runtime().parallel([](void* it) { static_cast<Call*>(it)->run(OpenMP::runtime().thread()); }, &call,
+                                   static_cast<unsigned>(threads), 0);
+    } else {
+        std::vector<std::thread> others;
+        others.reserve(size_t(threads));
+        try {
+            for (int t = 1; t < threads; t++) others.emplace_back(&Call::run, &call, t);
+        } catch (const std::system_error&) {  // there are no more threads to have: those that are there do it all
+        }
+        call.run(0);
+        for (auto& thread : others) thread.join();
     }
-    std::vector<std::thread> others;
-    for (int t = 1; t < threads; t++) others.emplace_back(body, data, t);
-    body(data, 0);
-    for (auto& thread : others) thread.join();
+    if (call.first) std::rethrow_exception(call.first);
 }
 
 }  // namespace rewire

@@ -13,7 +13,8 @@ namespace rewire {
 
 using Body = void (*)(void* data, int thread);
 
-// Calls body(data, t) once on each of `threads` threads, t from 0 (this one) on, and waits for all.
+// Calls body(data, t) once on each of `threads` threads, t from 0 (this one) on, and waits for all; then throws the first
+// exception that one of them threw. Where the system has no more threads there are fewer.
 void run_on_threads(int threads, Body body, void* data);
 
 // True when torch's OpenMP runtime was found.

@@ -38,8 +38,12 @@ class Shelf {
         if (huge) size = (size + kHugePage - 1) / kHugePage * kHugePage;
         return allocate_pages(size, huge);
     }
-    void give(void* data, size_t size) {
-        blocks_.emplace_back(data, size);
+    void give(void* data, size_t size) noexcept {
+        try {
+            blocks_.emplace_back(data, size);
+        } catch (const std::bad_alloc&) {
+            return std::free(data);
+        }
         kept_ += size;
         while (kept_ > kKeep) {
             std::free(blocks_.front().first);

@@ -55,7 +55,7 @@ Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, bool ascend
     if (ascending) {  // between rows they may fall
         for (int64_t r = 0; r < rows; r++) {
             const int64_t begin = a.ptr[r];
-            falls -= begin > 0 && a.ptr[r + 1] > begin && a.indices[begin] < a.indices[begin - 1];
+            falls -= begin > 0 && a.ptr[r + 1] > begin && a.indices[begin] <= a.indices[begin - 1];
         }
         if (falls) units = false;
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,6 +63,38 @@ def test_a_line_is_refused_without_its_pixels(shape: tuple[int, int], tmp_path: 
 def test_long_images_are_fine(tmp_path: Path) -> None:
     path = saved(np.full((3, 300), 7, dtype=np.uint8), tmp_path / "long.png")
     assert decode(path, 3, 16).tolist() == np.full((3, 16, 16), 7).tolist()
+
+
+@pytest.mark.parametrize("most", [65535, 4095])
+def test_portable_greys_of_sixteen_bits(most: int, tmp_path: Path) -> None:
+    pixels = np.array([0, most // 3, most], dtype=">u2")
+    path = tmp_path / "grey.pgm"
+    path.write_bytes(b"P5\n3 1\n%d\n" % most + pixels.tobytes())
+    assert decode(str(path), 1, 1, np.full(23, 0.999), crop="plain").tolist() == [[[255]]]
+    assert decode(str(path), 1, 1, margin=1.0).tolist() == [[[85]]]
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("draws", [None, np.linspace(0.2, 0.9, 23)])
+def test_what_is_cut_out_of_a_long_image(draws: Any, turned: bool, tmp_path: Path) -> None:
+    """As of the whole image, resized; in single precision Pillow may round to the next number."""
+    generator = np.random.default_rng(0)
+    pixels = generator.integers(0, 255, (40, 900, 3)).astype(np.uint8)
+    pixels = pixels.swapaxes(0, 1).copy() if turned else pixels
+    path = saved(pixels, tmp_path / "long.png")
+    found = decode(path, 3, 16, draws, crop="plain").astype(int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("rewire.data.decode._LONG", 1000)
+        whole = decode(path, 3, 16, draws, crop="plain").astype(int)
+    assert abs(found - whole).max() <= 1
+    assert (found == whole).mean() > 0.99
+
+
+def test_long_images_take_no_memory_for_what_is_cut_off(tmp_path: Path) -> None:
+    path = saved(np.zeros((1, 100), dtype=np.uint8), tmp_path / "line.png")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert decode(path, 3, 2000).shape == (3, 2000, 2000)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 150_000  # KB
 
 
 def outcome(path: Path) -> object:

@@ -85,7 +85,16 @@ def finish(message: Any) -> None:
     Whoever drops it last frees its tensors. A thread of gloo that does so while the interpreter ends
     cannot have the interpreter's lock any more, and aborts the process.
     """
-    message.wait()
+    try:
+        message.wait()
+    except RuntimeError as error:
+        if "timed out" not in str(error).lower():
+            raise
+        raise TimeoutError(
+            "another process has not answered in time: it hangs, was stopped, or is at work on something "
+            "else. If it only takes that long, give more seconds (timeout=, or REWIRE_TIMEOUT in the "
+            f"environment). {error}"
+        ) from error
     _finished.append(message)
 
 

@@ -30,17 +30,21 @@ from rewire.communication import END, Alone, Group, finish
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.sparse import SparseLayer
 
-TIMEOUT = 600.0  # seconds
+TIMEOUT = 180.0  # seconds, unless the environment says other ones in REWIRE_TIMEOUT
+PATIENCE = 24 * 3600.0  # seconds, for what only one process does, such as a download
 
 # Processes ----------------------------------------------------------------------------------------
 
 
-def setup(device: torch.device | str | None = None, *, timeout: float = TIMEOUT) -> torch.device:
+def setup(
+    device: torch.device | str | None = None, *, timeout: float | None = None
+) -> torch.device:
     """Join the processes that ``torchrun`` has started; without it, or if done already, nothing.
 
     Args:
         device: what to train on; by default this process's GPU if there are any, else the CPU.
-        timeout: seconds after which waiting for another process is an error.
+        timeout: seconds after which waiting for another process is an error; by default those of the
+            environment variable ``REWIRE_TIMEOUT``, or 180.
 
     Returns:
         The device to train on: ``cpu``, or ``cuda`` with the number of this process on its machine.
@@ -51,8 +55,20 @@ def setup(device: torch.device | str | None = None, *, timeout: float = TIMEOUT)
         torch.cuda.set_device(kind)
     if int(os.environ.get("WORLD_SIZE", 1)) > 1 and not dist.is_initialized():
         backend = "nccl" if kind.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout))
+        dist.init_process_group(backend, timeout=_timeout(timeout))
     return kind
+
+
+def _timeout(seconds: float | None) -> timedelta:
+    if seconds is None:
+        text = os.environ.get("REWIRE_TIMEOUT", str(TIMEOUT))
+        try:
+            seconds = float(text)
+        except ValueError:
+            raise ValueError(f"REWIRE_TIMEOUT must be a number of seconds, got {text!r}") from None
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"the timeout must be a number of seconds above 0, got {seconds}")
+    return timedelta(seconds=seconds)
 
 
 def teardown() -> None:
@@ -80,10 +96,14 @@ def is_main() -> bool:
     return rank() == 0
 
 
-def barrier() -> None:
-    """Wait for the other processes."""
-    if _initialized():
-        dist.barrier()
+def barrier(*, patience: float | None = None) -> None:
+    """Wait for the other processes, for ``patience`` seconds instead of the usual timeout."""
+    if not _initialized():
+        return
+    if patience is not None and dist.get_backend() == "gloo":
+        dist.monitored_barrier(timeout=timedelta(seconds=patience))
+    else:
+        finish(dist.barrier(async_op=True))
 
 
 def total(*numbers: float | Tensor) -> tuple[float, ...]:
@@ -165,7 +185,7 @@ class Parallel:
         group: the processes that share the model; all by default.
         bucket_bytes: about how much gradient travels in one message; by default an eighth of all,
             but between 64 KB and 1 MB: the first leave while most of the backward pass is still to come.
-        timeout: seconds after which waiting for another process is an error.
+        timeout: seconds after which waiting for another process is an error, as for :func:`setup`.
 
     Attributes:
         rank, world: of this process, and how many there are.
@@ -183,7 +203,7 @@ class Parallel:
         *,
         group: dist.ProcessGroup | None = None,
         bucket_bytes: int | None = None,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         communication.refuse_wrapped(model)
         self._model = weakref.ref(model)
@@ -374,7 +394,7 @@ class Parallel:
             )
 
 
-def _groups(group: dist.ProcessGroup | None, timeout: float) -> tuple[Alone, Any]:
+def _groups(group: dist.ProcessGroup | None, timeout: float | None) -> tuple[Alone, Any]:
     """Two of them, so that what layers say in a backward pass does not mix with gradients."""
     if not _initialized() or dist.get_world_size(group) == 1:
         return Alone(), None
@@ -382,7 +402,7 @@ def _groups(group: dist.ProcessGroup | None, timeout: float) -> tuple[Alone, Any
     two = [
         dist.new_group(
             ranks,
-            timeout=timedelta(seconds=timeout),
+            timeout=_timeout(timeout),
             backend=dist.get_backend(group),
             use_local_synchronization=ranks is not None,
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-HIDDEN = ".tmp-"  # how names of what is not finished begin
+HIDDEN = ".tmp"  # how names of what is not finished begin, also those of safetensors
 
 
 def sync(path: Path) -> None:
@@ -22,6 +22,9 @@ def sync(path: Path) -> None:
         return
     try:
         os.fsync(handle)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(handle)
 
@@ -36,7 +39,7 @@ def write(path: Path, fill: Callable[[Path], None]) -> None:
         OSError: if it cannot be written there.
     """
     path = path.absolute()
-    hidden = path.parent / f"{HIDDEN}{os.getpid()}-{path.name}"
+    hidden = path.parent / f"{HIDDEN}-{os.getpid()}-{path.name}"
     mode = _try(hidden, path)
     try:
         fill(hidden)
@@ -91,10 +94,14 @@ def _write_text(path: Path, text: str) -> None:
 
 def remove(path: Path) -> None:
     """Remove a file or a folder, if it is there."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    try:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = str(path)  # rmtree knows a name inside of the folder only
+        raise
 
 
 def sweep(folder: Path) -> None:
@@ -125,6 +132,8 @@ def problem(error: Exception) -> str:
     >>> problem(ValueError("lr must be a number above 0"))
     'lr must be a number above 0'
     """
+    if isinstance(error, MemoryError):
+        return f"there is not enough memory ({error})"
     if isinstance(error, OSError) and error.strerror and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

@@ -115,9 +115,10 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
                 f"{path} holds a model of your own class; give an instance of it to load into: "
                 "rewire.load(path, MyModel())"
             )
-        name, arguments = about["build"]
-        with torch.device("meta" if layers else "cpu"):
-            model = models.build(name, **arguments)
+        model = _built(Path(path), about["build"], "meta")
+        _check_sizes(Path(path), model, sparse, tensors)
+        if not layers:
+            model = _built(Path(path), about["build"], "cpu")
     if layers and not _names(model, ConnectedLayer):
         if sparse and masked:
             raise ValueError(
@@ -134,6 +135,31 @@ def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
             ) from error
     model.load_state_dict(tensors)
     return model
+
+
+def _built(path: Path, build: list[Any], device: str) -> nn.Module:
+    try:
+        name, arguments = build
+        with torch.device(device):
+            return models.build(name, **arguments)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise ValueError(f"{path} says it holds {build}, which cannot be made: {error}") from error
+
+
+def _check_sizes(
+    path: Path, model: nn.Module, sparse: list[str], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise a ValueError unless a model that has no memory yet is as large as what the file holds."""
+    for name, tensor in model.state_dict().items():
+        layer, _, part = name.rpartition(".")
+        connected = part == "weight" and layer in sparse
+        found = tensors.get(f"{layer}.indptr" if connected else name)
+        expected = (tensor.shape[0] + 1,) if connected else tuple(tensor.shape)
+        if found is None or tuple(found.shape) != expected:
+            held = "nothing" if found is None else f"a tensor of shape {tuple(found.shape)}"
+            raise ValueError(
+                f"{path} is damaged: it holds {held} for {name}, expected one of shape {expected}"
+            )
 
 
 def _names(model: nn.Module, kind: type[nn.Module]) -> list[str]:

@@ -23,7 +23,8 @@ Crop = Literal["area", "plain"]
 
 TRIES = 10  # at a random area that fits
 CROP_DRAWS = 2 * TRIES + 3
-_LONGEST = 100  # times the shorter side
+_LONG = 4  # times the shorter side: from there on only what is needed of an image is resized
+_LONGEST = 100
 _DAMAGE = (
     *(OSError, SyntaxError, ValueError, EOFError, OverflowError),
     *(KeyError, IndexError, TypeError, struct.error, zlib.error),
@@ -55,13 +56,13 @@ def decode(
         image = image.crop(area_box(*image.size, draws))
         image = image.resize((size, size), Image.Resampling.BILINEAR)
     else:
-        image = _resize_shorter(image, round(margin * size))
-        spare = [side - size for side in image.size]
+        whole = _shorter(image.size, round(margin * size))
+        spare = [side - size for side in whole]
         if draws is None:
             left, top = (round(extra / 2) for extra in spare)
         else:
             left, top = (int(u * (n + 1)) for u, n in zip(draws[-3:-1], spare, strict=True))
-        image = image.crop((left, top, left + size, top + size))
+        image = _part(image, whole, (left, top, left + size, top + size))
     pixels = np.asarray(image)
     if draws is not None and draws[-1] < 0.5:
         pixels = pixels[:, ::-1]
@@ -80,8 +81,9 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     """The same with eight bits for each colour: Pillow cuts larger numbers off, and does not scale them."""
     from PIL import Image
 
-    png = image.mode == "I" and image.format == "PNG"  # as some versions read 16 bits
-    if image.mode.startswith("I;16") or png:
+    # As some versions read PNG, and all read PGM, whose numbers Pillow itself scales.
+    sixteen = image.mode == "I" and image.format in ("PNG", "PPM")
+    if image.mode.startswith("I;16") or sixteen:
         wide = np.asarray(image).astype(np.uint32)
         return Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
     if image.mode == "F":
@@ -94,13 +96,26 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     return image
 
 
-def _resize_shorter(image: Image.Image, size: int) -> Image.Image:
+def _shorter(sides: tuple[int, int], size: int) -> tuple[int, int]:
+    """Width and height in the same proportions with a shorter side of ``size``."""
+    width, height = sides
+    shorter = min(width, height)
+    return size * width // shorter, size * height // shorter
+
+
+def _part(
+    image: Image.Image, whole: tuple[int, int], box: tuple[int, int, int, int]
+) -> Image.Image:
+    """The image resized to ``whole``, and of that what is in the box."""
     from PIL import Image
 
-    width, height = image.size
-    shorter = min(width, height)
-    new = (size * width // shorter, size * height // shorter)
-    return image.resize(new, Image.Resampling.BILINEAR)
+    if max(whole) <= _LONG * min(whole):
+        return image.resize(whole, Image.Resampling.BILINEAR).crop(box)
+    # The rest is not worked out at all: it may be a hundred times as much.
+    across, down = (side / new for side, new in zip(image.size, whole, strict=True))
+    source = (box[0] * across, box[1] * down, box[2] * across, box[3] * down)
+    sides = (box[2] - box[0], box[3] - box[1])
+    return image.resize(sides, Image.Resampling.BILINEAR, box=source)
 
 
 def area_box(width: int, height: int, draws: Draws) -> tuple[int, int, int, int]:

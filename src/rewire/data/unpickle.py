@@ -24,6 +24,7 @@ OPCODES = """
     EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 PUT BINPUT LONG_BINPUT GET BINGET LONG_BINGET
     GLOBAL REDUCE BUILD
 """.split()  # noqa: SIM905
+TUPLES = 1000  # in all: Python hashes those that hold each other on the stack of C
 MEMO = 1 << 20  # entries; a higher index would make the reader allocate a table of that size
 
 
@@ -91,10 +92,14 @@ def loads(content: bytes) -> dict[bytes, Any]:
     Raises:
         pickle.UnpicklingError: if there is no such dictionary, or more than that.
     """
+    tuples = 0
     try:
         for opcode, argument, _ in pickletools.genops(content):
             if opcode.name not in OPCODES:
                 raise pickle.UnpicklingError(f"it holds {opcode.name}, which is not allowed")
+            tuples += opcode.name.startswith("TUPLE")
+            if tuples > TUPLES:
+                raise pickle.UnpicklingError(f"it holds more than {TUPLES} tuples")
             if opcode.name in ("PUT", "LONG_BINPUT") and not 0 <= (argument or 0) < MEMO:
                 raise pickle.UnpicklingError(f"it asks for a table of {argument} entries")
         result = _Reader(content).load()

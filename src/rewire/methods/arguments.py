@@ -7,6 +7,9 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
+import torch
+from torch import Tensor
+
 Fraction = float | Callable[[int], float]
 
 
@@ -42,6 +45,14 @@ def check_number(name: str, value: Any) -> float:
     if not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r} ({type(value).__name__})")
     return float(value)
+
+
+def copy_of(name: str, value: Any) -> Tensor:
+    """A copy of an ordinary tensor; raise a ValueError for anything else."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
+        kind = f"{value.layout} on {value.device}" if isinstance(value, Tensor) else repr(value)
+        raise ValueError(f"{name} must be a tensor with its numbers, got {kind}")
+    return value.detach().clone()
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -360,6 +361,8 @@ class Rewirer:
             )
         settings = self._checked_settings(state["settings"])
         t = check_integer("t", state["t"])
+        if t < 0:
+            raise ValueError(f"t must be a number of steps, got {t}")
         rows = self.history.checked(state["history"])
         found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._sites]
         check_lengths(self._sites, [one["state"] for one in found], self.conserves)
@@ -373,23 +376,33 @@ class Rewirer:
         self._reshape_old_state()
         self._arm()
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"a {type(self).__name__} can be neither copied nor pickled: it holds on to the layers of its "
+            "model. Save its state_dict(), and load that into a new one, made for the copy of the model "
+            "and of the optimizer"
+        )
+
     def memory_of(self, site: Site) -> Mapping[str, Like]:
         """What the tensors are like that the method keeps in ``site.memory``; saved ones are compared."""
         return {}
 
     def _checked_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Saved settings; raises a ValueError if the method has no such ones, or of another type."""
+        arguments = inspect.signature(type(self)).parameters
+        optional = {name for name, one in arguments.items() if one.default is None}
         for name, value in given.items():
             if name not in self.settings:
                 raise ValueError(f"{type(self).__name__} has no setting {name!r}")
             now = getattr(self, name)
-            kinds = {str} if isinstance(now, str) else {int, float, type(None), type(now)}
-            if type(value) not in kinds:
+            kinds = {str} if isinstance(now, str) else {int, float, type(now)} - {type(None)}
+            of_kind = type(value) in kinds and value == value  # NaN is not
+            if not (name in optional if value is None else of_kind):
                 raise ValueError(f"{name} must be like {now!r}, got {value!r}")
-        if check_integer("every", given.get("every", 1)) < 1:
-            raise ValueError(f"every must be at least 1 step, got {given['every']}")
-        if "scope" in given:
-            check_choice("scope", given["scope"], ("global", "layer"))
+        new = {name: given.get(name, getattr(self, name, None)) for name in Rewirer.settings}
+        check_schedule(new["every"], new["until"], new["fraction"])
+        check_choice("scope", new["scope"], ("global", "layer"))
+        check_integer("seed", new["seed"])
         return dict(given)
 
     def _reshape_old_state(self) -> None:

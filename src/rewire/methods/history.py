@@ -8,6 +8,8 @@ from typing import Any, overload
 
 import torch
 
+from rewire.methods.arguments import copy_of
+
 
 @dataclass(frozen=True, slots=True)
 class LayerRewiring:
@@ -120,7 +122,8 @@ class History(Sequence[Rewiring]):
 
     def checked(self, state: Mapping[str, Any]) -> list[tuple[int, float, torch.Tensor]]:
         """Rows for :meth:`put`; raises a ValueError unless they are those of as many layers."""
-        steps, fractions, counts = state["steps"], state["fractions"], state["counts"]
+        steps, fractions = state["steps"], state["fractions"]
+        counts = copy_of("counts", state["counts"])
         shape = (len(steps), len(self._names), len(_COUNTS))
         if (
             tuple(counts.shape) != shape
@@ -131,7 +134,7 @@ class History(Sequence[Rewiring]):
                 f"the history has {len(steps)} steps, {len(fractions)} fractions and counts of shape "
                 f"{tuple(counts.shape)} ({counts.dtype}), expected counts of shape {shape} (torch.int64)"
             )
-        return list(zip(map(int, steps), map(float, fractions), counts.clone(), strict=True))
+        return list(zip(map(int, steps), map(float, fractions), counts, strict=True))
 
     def put(self, rows: list[tuple[int, float, torch.Tensor]]) -> None:
         """Take what :meth:`checked` has found."""

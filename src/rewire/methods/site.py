@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rewire import sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
-from rewire.methods.arguments import check_integer
+from rewire.methods.arguments import check_integer, copy_of
 from rewire.methods.streaming import DenseGradient
 from rewire.nn.layer import ConnectedLayer
 from rewire.ops import sampling as ops
@@ -223,7 +223,7 @@ class Site:
     def _checked(self, state: Mapping[str, Any], memory: Mapping[str, Like]) -> dict[str, Any]:
         layer, weights = self.layer, self.layer.parameter
         found: dict[str, Any] = {
-            name: {key: tensor.detach().clone() for key, tensor in state.get(name, {}).items()}
+            name: {key: copy_of(key, tensor) for key, tensor in state.get(name, {}).items()}
             for name in ("state", "memory")
         }
         for key, tensor in found["state"].items():
@@ -240,13 +240,13 @@ class Site:
         found["counter"] = None
         if "ever" in state:
             found["counter"] = self._counter(0)
-            found["counter"].load(state["ever"]["memory"], state["ever"]["exact"])
+            bits = copy_of("memory", state["ever"]["memory"])
+            found["counter"].load(bits, state["ever"]["exact"])
         if "subset" in state:
             s = state["subset"]
-            rows = s["indptr"].detach().clone(), s["indices"].detach().clone()
-            found["subset"] = layer.domain.of(*rows)
+            found["subset"] = layer.domain.of(*(copy_of(n, s[n]) for n in ("indptr", "indices")))
             if s["gradient"] is not None:
-                found["gradient"] = s["gradient"].detach().clone()
+                found["gradient"] = copy_of("gradient", s["gradient"])
                 _expect("gradient", found["gradient"], Like((len(found["subset"]),), weights.dtype))
             if s.get("considered") is not None:
                 found["considered"] = check_integer("considered", s["considered"])

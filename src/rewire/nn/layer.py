@@ -105,6 +105,8 @@ class ConnectedLayer(nn.Module, ABC):
             raise ValueError(
                 f"values has shape {tuple(values.shape)}, expected ({count},) or ({count}, 1)"
             )
+        if problem := lossy("values", values, self.parameter):
+            raise ValueError(problem)
         return values.flatten()
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -144,3 +146,12 @@ class ConnectedLayer(nn.Module, ABC):
         total = self.domain.size
         density = f"{100 * self.density:.3g} %"
         return f"connections={self.count:,} of {total:,} ({density})"
+
+
+def lossy(name: str, given: Tensor, own: Tensor) -> str:
+    """What is wrong with a tensor whose numbers would be cut off if they became ``own``, or ""."""
+    if given.is_floating_point() or (given.is_complex() and own.is_complex()):
+        return ""
+    return (
+        f"{name} is {given.dtype}, expected {own.dtype} or another type of floats: convert it first"
+    )

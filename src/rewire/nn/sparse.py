@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rewire.connections import Connections, Domain
 from rewire.equivalents import ORIGIN
 from rewire.nn import copies
-from rewire.nn.layer import ConnectedLayer
+from rewire.nn.layer import ConnectedLayer, lossy
 from rewire.nn.weight import weight_of
 from rewire.nn.weight_errors import NO_ASSIGNMENT
 from rewire.ops import topology
@@ -215,6 +215,12 @@ class SparseLayer(ConnectedLayer):
                 raise TopologyError(
                     f"values has shape {tuple(values.shape)}, expected ({count}, 1)"
                 )
+            for name, own in self._parameters.items():
+                given = state_dict.get(prefix + name)
+                if not isinstance(given, Tensor) or own is None:
+                    continue
+                if problem := lossy(name, given, own):
+                    raise TopologyError(problem)
         except TopologyError as error:
             error_msgs.append(f"{prefix or type(self).__name__}: {error}")
             return

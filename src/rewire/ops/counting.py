@@ -77,7 +77,7 @@ class Counter:
             )
         memory = memory.detach().to("cpu", copy=True)
         marked = None if exact is None else int(_BITS[memory.int()].sum())
-        if marked != exact:
+        if type(exact) is not type(marked) or marked != exact:
             raise ValueError(f"{exact!r} connections were ever active, but {marked} are marked")
         if exact is None and int(memory.max()) > 64 - 11:
             raise ValueError("the sketch of the connections that were ever active is corrupt")

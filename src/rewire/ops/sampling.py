@@ -130,8 +130,11 @@ def group_tables(
 
 
 def _defines(weights: Tensor) -> bool:
-    """Whether they define a distribution."""
-    return 0 < float(weights.detach().to("cpu", torch.float64).sum()) < math.inf
+    """Whether they define a distribution; raises if one is negative."""
+    weights = weights.detach().to("cpu", torch.float64)
+    if bool((weights < 0).any()):
+        raise ValueError(f"weights to draw with must be at least 0, got {float(weights.min())}")
+    return 0 < float(weights.sum()) < math.inf
 
 
 def _vose(weights: Any, threshold: Any, alias: Any) -> None:

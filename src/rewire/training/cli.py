@@ -270,7 +270,7 @@ def train(
             distributed.barrier()
             Trainer(job, folder, shown, interrupts, processes, interval, through_nan).run()
         distributed.teardown()
-    except (ValueError, RunError, DataError, OSError, Diverged) as error:
+    except (ValueError, RunError, DataError, OSError, Diverged, MemoryError) as error:
         _fail(files.problem(error))
     except Interrupted as stop:
         _fail(
@@ -333,7 +333,7 @@ def evaluate(
 
     try:
         found = use.evaluate(path, _device(device, threads), root=root, workers=workers)
-    except (ValueError, RunError, DataError, OSError) as error:
+    except (ValueError, RunError, DataError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     if as_json:
         typer.echo(json.dumps(plain(found.as_dict())))
@@ -367,7 +367,7 @@ def predict(
 
     try:
         found = use.predict(path, images, top, _device(device, threads))
-    except (ValueError, RunError, DataError, OSError) as error:
+    except (ValueError, RunError, DataError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     for image, guesses in zip(images, found, strict=True):
         if as_json:
@@ -392,6 +392,6 @@ def export(
     try:
         model, what = use.load(path)
         saving.export(model, to)
-    except (ValueError, RunError, OSError) as error:
+    except (ValueError, RunError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     typer.echo(f"Wrote {what} to {to}")

@@ -243,13 +243,20 @@ def _typed(field: Any, value: Any) -> Any:
             raise wrong
         if not all(isinstance(v, inner | int) and not isinstance(v, bool) for v in value):
             raise wrong
-        return tuple(inner(v) for v in value)
+        return tuple(_float(v, wrong) if inner is float else inner(v) for v in value)
     wanted: type = {"s": str, "f": float, "i": int, "b": bool}[kind[0]]
     if wanted is float and type(value) is int:
-        value = float(value)
+        value = _float(value, wrong)
     if type(value) is not wanted:
         raise wrong
     return value
+
+
+def _float(value: float, wrong: ValueError) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # TOML's whole numbers have no end
+        raise wrong from None
 
 
 _KINDS = {
@@ -270,6 +277,10 @@ _KINDS = {
 def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise ValueError(f"there is no {name} {value!r}; choose one of {', '.join(choices)}")
+
+
+_WIDEST = 100_000  # times the channels of a model; sizes of dense layers are below 2**63
+_LARGEST = 37  # of single precision, a power of ten
 
 
 def _check(c: Config) -> None:
@@ -300,5 +311,13 @@ def _check(c: Config) -> None:
         value = getattr(c, name)
         if value is not None and value < 0:
             raise ValueError(f"{name} must be at least 0, got {value}")
+    if c.width > _WIDEST:
+        raise ValueError(f"width must be at most {_WIDEST}, got {c.width}")
+    highest = math.log10(c.lr) + len(c.drops) * max(0.0, math.log10(c.drop_factor))
+    if max(highest, math.log10(c.weight_decay or 1)) > _LARGEST:
+        raise ValueError(
+            f"single precision has no numbers above 1e{_LARGEST}: lower lr ({c.lr}), drop_factor "
+            f"({c.drop_factor}) or weight_decay ({c.weight_decay})"
+        )
     if any(not 0 < drop < math.inf for drop in c.drops) or list(c.drops) != sorted(c.drops):
         raise ValueError(f"drops must be epochs above 0 in order, got {list(c.drops)}")

@@ -203,8 +203,15 @@ class Folder:
         assert self._metrics is not None
         with self._named(METRICS):
             self._metrics.flush()
-            if os.fstat(self._metrics.fileno()).st_nlink == 0:
-                raise RunError(f"{self.path / METRICS} was removed while the run wrote to it")
+            mine = os.fstat(self._metrics.fileno())
+            try:
+                there = os.path.samestat(mine, (self.path / METRICS).stat())
+            except FileNotFoundError:
+                there = False
+            if not there:
+                raise RunError(
+                    f"{self.path / METRICS} was removed, moved or replaced while the run wrote to it"
+                )
             if sync:
                 os.fsync(self._metrics.fileno())
             return self._metrics.tell()

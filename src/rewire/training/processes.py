@@ -54,8 +54,8 @@ class Processes:
     def main_first(self, action: Callable[[], T]) -> T:
         """What ``action`` gives, done by the main process before the others."""
         if not self.main:
-            distributed.barrier()
+            distributed.barrier(patience=distributed.PATIENCE)
         result = action()
         if self.main:
-            distributed.barrier()
+            distributed.barrier(patience=distributed.PATIENCE)
         return result

@@ -6,7 +6,8 @@ each and the model of the last. Rounds that are finished are not trained again.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import deque
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from torch import nn
 
 from rewire import distributed, saving
 from rewire.methods import Lottery
+from rewire.training.folder import Folder, RunError
 from rewire.training.progress import Progress
 
 if TYPE_CHECKING:
@@ -57,8 +59,7 @@ def _round(whole: Trainer, lottery: Lottery) -> tuple[dict[str, Any], nn.Module]
     folder = whole.folder.round(ticket.round)
     if folder.finished:
         ticket.model.load_state_dict(saving.load(folder.model).state_dict())
-        *_, end = folder.read()
-        return end, ticket.model
+        return _end(folder), ticket.model
     with folder if whole.processes.main else nullcontext():
         if whole.processes.main:
             folder.claim(config)
@@ -68,6 +69,20 @@ def _round(whole: Trainer, lottery: Lottery) -> tuple[dict[str, Any], nn.Module]
         summary = trainer.run()
     distributed.barrier()
     return summary, trainer.model
+
+
+def _end(folder: Folder) -> dict[str, Any]:
+    """The last line of a finished round."""
+    last: deque[Any] = deque(maxlen=1)
+    with suppress(ValueError):
+        last.extend(folder.read())
+    if not last or not isinstance(last[0], dict) or last[0].get("event") != "end":
+        raise RunError(
+            f"{folder.metrics} is damaged, it does not end with the end of the round: remove "
+            f"{folder.path} to train this round again"
+        )
+    end: dict[str, Any] = last[0]
+    return end
 
 
 def _whole(rounds: list[dict[str, Any]]) -> dict[str, Any]:
