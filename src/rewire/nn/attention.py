@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rewire.nn.weight_errors import DENSE_STATE
+
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -57,6 +59,13 @@ class SparseMultiheadAttention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.out_proj = q_proj, k_proj, v_proj, out_proj
         self.register_parameter("bias_k", bias_k)
         self.register_parameter("bias_v", bias_v)
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, a: Any, b: Any, c: Any, d: Any, error_msgs: list[str]
+    ) -> None:
+        if any(prefix + name in state_dict for name in ("in_proj_weight", "q_proj_weight")):
+            error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+        super()._load_from_state_dict(state_dict, prefix, a, b, c, d, error_msgs)
 
     def reset_parameters(self) -> None:
         """Draw the additional key and value, as ``nn.MultiheadAttention`` does."""
