@@ -23,15 +23,20 @@ def make_rewirer(
     settings: dict[str, Any],
     logs: Iterable[Log],
 ) -> Rewirer:
-    """The rewirer of a model, with loggers; raises for what cannot be resumed by another tool."""
-    rewirer = method(model, optimizer, **settings)
+    """The rewirer of a model, with loggers."""
+    rewirer = refuse_handover(method(model, optimizer, **settings))
+    rewirer.callbacks.extend(logs)
+    return rewirer
+
+
+def refuse_handover(rewirer: Rewirer) -> Rewirer:
+    """The rewirer; raises for one that replaces layers, which no trainer would do before it loads."""
     if isinstance(rewirer, Gradual) and rewirer.storage == "sparse":
         raise ValueError(
             'Gradual(storage="sparse") replaces the layers of the model at its end, and a trainer that resumes '
             "from a later checkpoint would load sparse weights into masked layers: give "
             'storage="masked" here and call rewire.sparsify on the trained model, or write your own loop'
         )
-    rewirer.callbacks.extend(logs)
     return rewirer
 
 

@@ -66,6 +66,7 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         names = _names_in(model, self.quantization_config.layers)
         make_room(model, names)
+        model.saves_connections = True
         patterns = {rf"{re.escape(name)}\.weight$" for name in self.quantization_config.layers}
         known = model._keys_to_ignore_on_load_unexpected or set()
         model._keys_to_ignore_on_load_unexpected = set(known) | patterns
@@ -85,6 +86,7 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
         return {**model.state_dict(), **marks}, {}
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
+        model.saves_connections = False
         return densify(model)
 
 
@@ -126,6 +128,7 @@ def attach(model: PreTrainedModel) -> None:
             module.config = new
     new.quantization_config = config
     model.is_quantized, model.quantization_method = True, METHOD
+    model.saves_connections = True
 
 
 def _sparse(model: nn.Module) -> dict[str, SparseLayer]:

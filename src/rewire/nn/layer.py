@@ -127,8 +127,8 @@ class ConnectedLayer(nn.Module, ABC):
         ours = model.modules() if isinstance(model, nn.Module) else ()
         if next((m for m in ours if isinstance(m, ConnectedLayer)), None) is not self:
             return  # one of the layers warns for all
-        if getattr(model, "quantization_method", None) == "rewire":
-            return  # rewire.integrations.transformers.attach has seen to it
+        if getattr(model, "saves_connections", False):
+            return  # by rewire.integrations.transformers or rewire.integrations.hub
         kind = type(model).__name__
         warnings.warn(
             f"this {kind} has sparse layers, and from_pretrained would give it fresh dense weights instead: for "
