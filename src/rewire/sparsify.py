@@ -235,7 +235,8 @@ def make_room(model: M, layers: Iterable[str]) -> M:
         }
     model = replace(open_attentions(model, found.apart, but=sparse), sparse)
     block_fused_paths(model)
-    return use_engine(model, True)
+    use_engine(model)
+    return model
 
 
 # New layers ---------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import rewire
 
 pytest.importorskip("huggingface_hub")
 
-from rewire.integrations.hub import SparseHubMixin  # noqa: E402
+from rewire.integrations.hub import SparseHubMixin
 
 
 class Model(nn.Module, SparseHubMixin):  # type: ignore[misc]

@@ -174,7 +174,7 @@ def test_parts_with_optimizers_of_their_own(tmp_path: Path) -> None:
     assert third.rewirer is not None
     assert fourth.rewirer is not None
     assert (third.rewirer.t, fourth.rewirer.t) == (16, 8)
-    with pytest.raises(ValueError, match="2 hold some of them each.*part="):
+    with pytest.raises(ValueError, match=r"2 hold some of them each.*part="):
         trainer(tmp_path, 1, gse()).fit(Halves(), data())
 
 
@@ -185,7 +185,7 @@ class Dense(Module):
 
 
 def test_mistakes_are_errors_with_a_remedy(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="Dense has no sparse layers.*rewire.sparsify"):
+    with pytest.raises(ValueError, match=r"Dense has no sparse layers.*rewire\.sparsify"):
         trainer(tmp_path, 1, gse()).fit(Dense(), data())
     model = Module()
     model.net = rewire.sparsify(rewire.densify(model.net), 0.5, weights="keep", storage="masked")

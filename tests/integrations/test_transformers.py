@@ -208,7 +208,9 @@ def test_connections_are_those_of_the_time_of_saving(tmp_path: Path) -> None:
     run = trainer(tmp_path, model, callback)
     run.train()
     run.save_model(str(tmp_path / "final"))
-    assert_same(transformers.BertForSequenceClassification.from_pretrained(tmp_path / "final"), model)
+    assert_same(
+        transformers.BertForSequenceClassification.from_pretrained(tmp_path / "final"), model
+    )
 
 
 def test_a_model_that_was_loaded_trains_on(tmp_path: Path) -> None:

@@ -19,19 +19,21 @@ from rewire.methods.history import Rewiring
 def prepare(accelerator: Accelerator, rewirer: Rewirer) -> PreparedRewirer:
     """A rewirer for a loop of Accelerate; ``save_state`` and ``load_state`` include it.
 
-    Call its ``step()`` after ``optimizer.step()`` and before ``optimizer.zero_grad()``, as that of a learning-rate
-    scheduler. Where gradients accumulate (``accelerator.accumulate``), and where a gradient scaler skips a step,
-    it does nothing, as the optimizer does. One process only: for several see
+    Call its ``step()`` after ``optimizer.step()`` and before ``optimizer.zero_grad()``, as that of a
+    learning-rate scheduler. Where gradients accumulate (``accelerator.accumulate``), and where a
+    gradient scaler skips a step, it does nothing, as the optimizer does. One process only: for several see
     :class:`rewire.distributed.Parallel`.
 
     Example:
         >>> model = rewire.sparsify(MyModel(), 0.9)  # doctest: +SKIP
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
-        >>> rewirer = prepare(accelerator, rewire.GSE(model, optimizer, every=100, until=2000))  # doctest: +SKIP
+        >>> rewirer = rewire.GSE(model, optimizer, every=100, until=2000)  # doctest: +SKIP
+        >>> rewirer = prepare(accelerator, rewirer)  # doctest: +SKIP
     """
     if accelerator.num_processes > 1:
         raise ValueError(
-            f"this is one of {accelerator.num_processes} processes, whose gradient buckets cannot follow layers "
+            f"this is one of {accelerator.num_processes} processes, whose gradient buckets cannot "
+            "follow layers "
             "that change their number of connections: start one process, or write the loop with "
             "rewire.distributed.Parallel (docs/distributed.md) in the place of Accelerate"
         )

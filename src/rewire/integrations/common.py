@@ -33,7 +33,8 @@ def refuse_handover(rewirer: Rewirer) -> Rewirer:
     """The rewirer; raises for one that replaces layers, which no trainer would do before it loads."""
     if isinstance(rewirer, Gradual) and rewirer.storage == "sparse":
         raise ValueError(
-            'Gradual(storage="sparse") replaces the layers of the model at its end, and a trainer that resumes '
+            'Gradual(storage="sparse") replaces the layers of the model at its end, and a '
+            "trainer that resumes "
             "from a later checkpoint would load sparse weights into masked layers: give "
             'storage="masked" here and call rewire.sparsify on the trained model, or write your own loop'
         )
@@ -46,7 +47,8 @@ def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer
     wanted = {id(m.parameter) for m in layers if m.parameter.requires_grad}
     if not wanted:
         raise ValueError(
-            f"{type(model).__name__} has no sparse layers that are trained: call rewire.sparsify(model, ...) "
+            f"{type(model).__name__} has no sparse layers that are trained: call "
+            "rewire.sparsify(model, ...) "
             "before the optimizer is made, in the constructor of your module say"
         )
     found = [one for one in optimizers if wanted & _held(one)]

@@ -19,7 +19,7 @@ from rewire.integrations.logging import Log
 from rewire.methods.base import Rewirer
 
 
-class RewireCallback(Callback):
+class RewireCallback(Callback):  # type: ignore[misc]
     """Rewires the sparse layers of a LightningModule while it trains.
 
     It counts the optimizer's steps: accumulated batches are one, and steps that a gradient scaler skips are
@@ -66,7 +66,8 @@ class RewireCallback(Callback):
         """Make the rewirer, once there are optimizers and the module is loaded."""
         if trainer.world_size > 1:
             raise ValueError(
-                f"this trainer has {trainer.world_size} processes, whose strategy ({type(trainer.strategy).__name__}) "
+                f"this trainer has {trainer.world_size} processes, whose strategy "
+                f"({type(trainer.strategy).__name__}) "
                 "cannot follow layers that change their number of connections: use Trainer(devices=1), or "
                 "a loop of your own with rewire.distributed.Parallel (docs/distributed.md)"
             )

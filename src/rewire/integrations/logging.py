@@ -1,7 +1,7 @@
 """Loggers of rewirings: functions of a :class:`rewire.Rewiring`, for ``rewirer.callbacks``.
 
-None of them imports its tool: each takes the run or writer that you have made already. A logger of your own is
-any function; :func:`scalars` has the numbers.
+None of them imports its tool: each takes the run or writer that you have made already. A logger of your
+own is any function; :func:`scalars` has the numbers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from rewire.methods.history import Rewiring
 Log = Callable[[Rewiring], object]
 
 
-def scalars(rewiring: Rewiring, prefix: str = "rewire/", *, layers: bool = True) -> dict[str, float]:
+def scalars(
+    rewiring: Rewiring, prefix: str = "rewire/", *, layers: bool = True
+) -> dict[str, float]:
     """The numbers of a rewiring by name, for any logger.
 
     Args:

@@ -32,7 +32,8 @@ class SparseLora(lora.Linear):  # type: ignore[misc]
         """Refused while the base is sparse: the sum with an adapter is dense."""
         if isinstance(self.get_base_layer(), SparseLinear):
             raise NotImplementedError(
-                "an adapter of low rank is a dense matrix, so a sparse layer cannot take it in: serve the model "
+                "an adapter of low rank is a dense matrix, so a sparse layer cannot take it in: "
+                "serve the model "
                 "with its adapters, or make the base dense with rewire.densify(model) and merge then"
             )
         super().merge(safe_merge, adapter_names)

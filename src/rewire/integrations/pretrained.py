@@ -1,10 +1,10 @@
 """Sparse models in ``save_pretrained`` and ``from_pretrained`` of transformers.
 
-Both ask a quantizer what is special about the layers of a model; ours says which are sparse. ``config.json`` then
-names them, ``from_pretrained`` makes them sparse before it loads, and their weights, with their connections, are in
-the usual file. Whoever loads it without this module gets an error, not fresh dense weights: the file also has a
-``weight`` for each sparse layer, which fits no dense layer.
-"""
+Both ask a quantizer what is special about the layers of a model; ours says which are sparse.
+``config.json`` then names them, ``from_pretrained`` makes them sparse before it loads, and their
+weights, with their connections, are in the usual file. Whoever loads it without this module gets an
+error, not fresh dense weights: the file also has a ``weight`` for each sparse layer, which fits no dense
+layer."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
         """Connections come from a checkpoint, not from ``from_pretrained(quantization_config=...)``."""
         if not self.pre_quantized:
             raise ValueError(
-                "from_pretrained cannot make a dense checkpoint sparse: load it without quantization_config and "
+                "from_pretrained cannot make a dense checkpoint sparse: load it without "
+                "quantization_config and "
                 'call rewire.sparsify(model, sparsity, weights="keep")'
             )
 
@@ -87,7 +88,8 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> nn.Module:
         model.saves_connections = False
-        return densify(model)
+        dense: nn.Module = densify(model)
+        return dense
 
 
 def attach(model: PreTrainedModel) -> None:
@@ -103,12 +105,14 @@ def attach(model: PreTrainedModel) -> None:
     """
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"expected a transformers.PreTrainedModel, got {type(model).__name__}: use rewire.save(model, path) "
+            f"expected a transformers.PreTrainedModel, got {type(model).__name__}: use "
+            "rewire.save(model, path) "
             "and rewire.load(path, model) for other models"
         )
     if any(isinstance(module, MaskedLayer) for module in model.modules()):
         raise ValueError(
-            "the model has masked layers, which from_pretrained cannot load: use rewire.save(model, path) and "
+            "the model has masked layers, which from_pretrained cannot load: use "
+            "rewire.save(model, path) and "
             "rewire.load(path, model), or masked.to_sparse() layers"
         )
     names = list(_sparse(model))
@@ -117,7 +121,8 @@ def attach(model: PreTrainedModel) -> None:
     other = getattr(model, "hf_quantizer", None)
     if other is not None and not isinstance(other, RewireQuantizer):
         raise ValueError(
-            f"the model is quantized with {other.quantization_config.quant_method}; its sparse layers cannot be "
+            f"the model is quantized with {other.quantization_config.quant_method}; its sparse "
+            "layers cannot be "
             "saved with that"
         )
     config = RewireConfig(names)

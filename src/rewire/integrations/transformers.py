@@ -1,4 +1,5 @@
-"""Rewiring in the Trainer of transformers, and sparse models in ``save_pretrained`` and ``from_pretrained``."""
+"""Rewiring in the Trainer of transformers, and sparse models in ``save_pretrained`` and
+``from_pretrained``."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ class RewireCallback(TrainerCallback):  # type: ignore[misc]
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if args.world_size > 1:
             raise ValueError(
-                f"this Trainer has {args.world_size} processes, whose gradient buckets cannot follow layers that "
+                f"this Trainer has {args.world_size} processes, whose gradient buckets cannot "
+                "follow layers that "
                 "change their number of connections: start one process, or write a loop with "
                 "rewire.distributed.Parallel (docs/distributed.md)"
             )
@@ -87,7 +89,9 @@ class RewireCallback(TrainerCallback):  # type: ignore[misc]
         folder = Path(self.resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
         remedy = "give RewireCallback(resume_from=...) the folder that train() resumes from"
         if not (folder / FILE).is_file():
-            raise FileNotFoundError(f"the Trainer resumes, but there is no {folder / FILE}: {remedy}")
+            raise FileNotFoundError(
+                f"the Trainer resumes, but there is no {folder / FILE}: {remedy}"
+            )
         saved = torch.load(folder / FILE, weights_only=True)
         if saved["step"] != state.global_step:
             raise ValueError(

@@ -131,9 +131,11 @@ class ConnectedLayer(nn.Module, ABC):
             return  # by rewire.integrations.transformers or rewire.integrations.hub
         kind = type(model).__name__
         warnings.warn(
-            f"this {kind} has sparse layers, and from_pretrained would give it fresh dense weights instead: for "
+            f"this {kind} has sparse layers, and from_pretrained would give it fresh dense "
+            "weights instead: for "
             "models of transformers call rewire.integrations.transformers.attach(model) before, and import "
-            f'that module where you load it. Or use rewire.save(model, "model.safetensors") and rewire.load("model.safetensors", '
+            'that module where you load it. Or use rewire.save(model, "model.safetensors") and '
+            'rewire.load("model.safetensors", '
             f"{kind}(config)), or save a dense copy, which from_pretrained reads: "
             "rewire.densify(copy.deepcopy(model)).save_pretrained(...)",
             stacklevel=level + 1,

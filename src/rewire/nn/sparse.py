@@ -21,7 +21,8 @@ from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
 MARK = torch.ones(1)
-"""A ``weight`` in files for dense models: it fits none of their layers, so loading it into one is an error."""
+"""A ``weight`` in files for dense models: it fits none of their layers, so loading it into one is an
+error."""
 
 
 class SparseLayer(ConnectedLayer):
