@@ -2,6 +2,7 @@
 
 from rewire import distributed
 from rewire.averaging import EMA
+from rewire.compiling import compile
 from rewire.connections import Connections
 from rewire.engine import use_engine
 from rewire.engine.explain import explain
@@ -95,6 +96,7 @@ __all__ = [
     "Summary",
     "Ticket",
     "TopKAST",
+    "compile",
     "dense_state_dict",
     "densify",
     "distributed",

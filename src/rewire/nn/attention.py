@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rewire.nn import tracing
 from rewire.nn.weight_errors import DENSE_STATE
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
@@ -85,6 +86,9 @@ class SparseMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention and, if they are needed, its weights; see ``nn.MultiheadAttention``."""
+        if tracing.is_symbolic(query):
+            given = (query, key, value, key_padding_mask, need_weights, attn_mask)
+            return tracing.node(self, *given, average_attn_weights, is_causal)  # type: ignore[no-any-return]
         dims = {x.dim() for x in (query, key, value)}
         if dims not in ({2}, {3}) or query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(

@@ -104,7 +104,8 @@ def refuse_tangents() -> None:
     """The operators have no rule for forward mode; they must not lose its tangents silently."""
     if has_tangents():
         raise NotImplementedError(
-            "torch.ops.rewire has no forward-mode derivatives: call the layers, or the functions in rewire.ops"
+            "torch.ops.rewire has no forward-mode derivatives: call the layers, or the functions "
+            "in rewire.ops"
         )
 
 

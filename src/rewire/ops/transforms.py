@@ -1,8 +1,8 @@
 """The products under ``torch.func``: functions that ``grad``, ``jacrev`` and ``vmap`` take apart.
 
 A batch of inputs to one layer is one larger batch. Everything else, such as weights of their own for each
-(ensembles) or gradients of weights for each (per-sample gradients), is one call for each. Forward mode does not
-come here: see :func:`rewire.ops.products.reference_forward`.
+(ensembles) or gradients of weights for each (per-sample gradients), is one call for each. Forward mode
+does not come here: see :func:`rewire.ops.products.reference_forward`.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def sizes(conv: Convolution) -> tuple[list[int], ...]:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    return function.apply(*args)  # type: ignore[no-untyped-call]
+    return function.apply(*args)
 
 
 def _is_batched(dim: Any) -> bool:
