@@ -31,7 +31,9 @@ def save(state: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> Non
         checkpoint_id: the folder.
     """
     content, tensors = tree.encode(dict(state))
-    state_dict_saver.save({_TREE: json.dumps(content), _TENSORS: tensors}, checkpoint_id=checkpoint_id)
+    state_dict_saver.save(
+        {_TREE: json.dumps(content), _TENSORS: tensors}, checkpoint_id=checkpoint_id
+    )
 
 
 def load(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
