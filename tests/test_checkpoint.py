@@ -297,7 +297,7 @@ def test_an_export_is_an_ordinary_state_dict(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(plain(x), model(x))
     assert any(isinstance(module, rewire.SparseLayer) for module in model.modules())
     with pytest.raises(ValueError, match=r"must end in \.pt"):
-        rewire.export(model, tmp_path / "a.onnx")
+        rewire.export(model, tmp_path / "a.bin")
 
 
 # TOML ---------------------------------------------------------------------------------------------

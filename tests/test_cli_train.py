@@ -381,7 +381,22 @@ def test_export_is_a_dense_state_dict(trained: Path, tmp_path: Path) -> None:
     state = torch.load(tmp_path / "dense.pt", weights_only=True)
     plain = rewire.models.mlp(64, width=0.06)
     plain.load_state_dict(state)
-    assert "must end in" in text(run("export", trained, tmp_path / "dense.onnx"))
+    assert "must end in" in text(run("export", trained, tmp_path / "dense.bin"))
+
+
+def test_export_in_other_formats(trained: Path, tmp_path: Path) -> None:
+    from rewire.exporting import read_csr
+
+    done = run("export", trained, tmp_path / "csr.safetensors", "--format", "csr")
+    assert done.exit_code == 0, done.output
+    weights = [w for w in read_csr(tmp_path / "csr.safetensors").values() if w.dim() == 2]
+    model = rewire.load(trained / "model.safetensors")
+    assert sum(w.values().numel() for w in weights) == rewire.summary(model).connections
+    run("export", trained, tmp_path / "sparse.safetensors", "--format", "safetensors")
+    rewire.load(tmp_path / "sparse.safetensors", model)
+    assert "choose one of dense, csr" in text(
+        run("export", trained, tmp_path / "a.pt", "--format", "gguf")
+    )
 
 
 @pytest.mark.parametrize("name", ["nowhere/a.pt", "nowhere/a.safetensors", "folder.pt"])

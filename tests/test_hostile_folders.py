@@ -221,7 +221,7 @@ def test_a_file_that_cannot_be_written_is_named(name: str, tmp_path: Path) -> No
 
     def write() -> None:
         if name == "m.pt":
-            saving.export(model, tmp_path / name)
+            rewire.export(model, tmp_path / name)
         elif name == "step-00000001":
             checkpoint.save(tmp_path, 1, model.state_dict())
         else:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import nn
 
 import rewire
 from bodies import assert_close, normal
@@ -96,20 +96,3 @@ def test_a_traced_call_has_nothing_for_a_rewirer() -> None:
     RigL(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1, until=10)
     with pytest.raises(RuntimeError, match="cannot be taken from a traced call"):
         torch.jit.trace(model, normal(2, 3, 8, 8))  # type: ignore[no-untyped-call]
-
-
-class Leaves(fx.Tracer):
-    """Leaves sparse layers as they are."""
-
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        ours = isinstance(m, SparseLinear | SparseConv2d)
-        return ours or super().is_leaf_module(m, module_qualified_name)
-
-
-def test_symbolic_tracing() -> None:
-    model, x = cnn().double().eval(), normal(5, 3, 8, 8)
-    with pytest.raises(fx.proxy.TraceError):
-        fx.symbolic_trace(model)
-    traced = fx.GraphModule(model, Leaves().trace(model))
-    found: Tensor = traced(x)
-    assert_close(found.detach(), model(x).detach())

@@ -2,11 +2,13 @@
 
 from rewire import distributed
 from rewire.averaging import EMA
+from rewire.compiling import compile
 from rewire.connections import Connections
 from rewire.engine import use_engine
 from rewire.engine.explain import explain
 from rewire.engine.explanation import Explanation
 from rewire.equivalents import register_layer
+from rewire.exporting import export
 from rewire.initial import reinitialize
 from rewire.methods import (
     DSR,
@@ -49,7 +51,7 @@ from rewire.nn import (
     SparseMultiheadAttention,
 )
 from rewire.ops import PerformanceWarning
-from rewire.saving import dense_state_dict, export, load, save
+from rewire.saving import dense_state_dict, load, save
 from rewire.sparsify import densify, sparsify
 from rewire.summary import LayerSummary, Summary, summary
 
@@ -95,6 +97,7 @@ __all__ = [
     "Summary",
     "Ticket",
     "TopKAST",
+    "compile",
     "dense_state_dict",
     "densify",
     "distributed",

@@ -177,25 +177,6 @@ def dense_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return dict(densify(copy.deepcopy(model)).state_dict())
 
 
-def export(model: nn.Module, path: Path_) -> None:
-    """Write :func:`dense_state_dict` to a file, for people who have PyTorch alone.
-
-    Args:
-        model: any model.
-        path: ``.pt`` or ``.pth`` for ``torch.load``, or ``.safetensors``.
-    """
-    path, state = Path(path), dense_state_dict(model)
-    if path.suffix in (".pt", ".pth"):
-        files.write(path, lambda hidden: torch.save(state, hidden))
-    elif path.suffix == ".safetensors":
-        from safetensors.torch import save_file
-
-        tensors = {name: value.contiguous().clone() for name, value in state.items()}
-        files.write(path, lambda hidden: save_file(tensors, hidden))
-    else:
-        raise ValueError(f"{path} must end in .pt, .pth or .safetensors")
-
-
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file

@@ -221,6 +221,24 @@ def densify(model: M) -> M:
     return replace(model, whole)
 
 
+def make_room(model: M, layers: Iterable[str]) -> M:
+    """Make layers sparse, in place, for connections and weights that are loaded afterwards.
+
+    Args:
+        model: may be on the meta device, where all but these layers is left as it is.
+        layers: their names, as ``named_modules`` of the sparse model has them.
+    """
+    found = plan(model, dict.fromkeys(layers, 1.0), (), "none", again=True)
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        sparse: dict[nn.Module, nn.Module] = {
+            layer: carry_over(layer, _sparse(layer, 0, "fresh", 0)) for layer in found.layers
+        }
+    model = replace(open_attentions(model, found.apart, but=sparse), sparse)
+    block_fused_paths(model)
+    use_engine(model)
+    return model
+
+
 # New layers ---------------------------------------------------------------------------------------
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
@@ -67,6 +67,8 @@ class Rewirer:
     Attributes:
         t: completed steps.
         history: what every rewiring has done, see :class:`rewire.methods.history.History`.
+        callbacks: functions that are called with every :class:`Rewiring` when it is done, such as the
+            loggers of :mod:`rewire.integrations.logging`; not saved.
     """
 
     guided: ClassVar[bool] = True
@@ -100,6 +102,7 @@ class Rewirer:
         optim.check(optimizer, parameters(trained))
         self._probes = [Probe(self.observe, site) for site in self._sites]
         self.history = History([site.name for site in self._sites])
+        self.callbacks: list[Callable[[Rewiring], object]] = []
         self._reshape_old_state()
         for one in wrappers.optimizers(optimizer):
             with suppress(AttributeError):  # wrappers (accelerate, Lookahead) may have no hooks
@@ -187,7 +190,14 @@ class Rewirer:
         if self.due(self.t + 1):
             self._followers.observe(self._sites)
         self._arm()
+        self._tell(rewiring)
         return rewiring
+
+    def _tell(self, rewiring: Rewiring | None) -> None:
+        """Call the callbacks, if there was a rewiring."""
+        if rewiring is not None:
+            for callback in self.callbacks:
+                callback(rewiring)
 
     def follow(self, averaged: nn.Module) -> None:
         """Let the connections of a copy of the model follow those of the model in every rewiring.

@@ -88,6 +88,7 @@ class Beforehand(Rewirer):
                 site.clear()
         self._rewired = self.t + 1
         assert rewiring is not None
+        self._tell(rewiring)
         return rewiring
 
     def _check(self, count: int) -> None:

@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rewire.nn import tracing
+from rewire.nn.weight_errors import DENSE_STATE
+
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "out_proj")
 
 
@@ -58,6 +61,13 @@ class SparseMultiheadAttention(nn.Module):
         self.register_parameter("bias_k", bias_k)
         self.register_parameter("bias_v", bias_v)
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, a: Any, b: Any, c: Any, d: Any, error_msgs: list[str]
+    ) -> None:
+        if any(prefix + name in state_dict for name in ("in_proj_weight", "q_proj_weight")):
+            error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+        super()._load_from_state_dict(state_dict, prefix, a, b, c, d, error_msgs)
+
     def reset_parameters(self) -> None:
         """Draw the additional key and value, as ``nn.MultiheadAttention`` does."""
         for bias in (self.bias_k, self.bias_v):
@@ -76,6 +86,9 @@ class SparseMultiheadAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention and, if they are needed, its weights; see ``nn.MultiheadAttention``."""
+        if tracing.is_symbolic(query):
+            given = (query, key, value, key_padding_mask, need_weights, attn_mask)
+            return tracing.node(self, *given, average_attn_weights, is_causal)  # type: ignore[no-any-return]
         dims = {x.dim() for x in (query, key, value)}
         if dims not in ({2}, {3}) or query.is_nested or key.is_nested or value.is_nested:
             raise ValueError(

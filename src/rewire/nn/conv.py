@@ -12,6 +12,7 @@ from rewire import ops
 from rewire.connections import Connections, Domain
 from rewire.engine import layers
 from rewire.engine.lazy import ordinary
+from rewire.nn import tracing
 from rewire.nn.linear import _from_csr
 from rewire.nn.shape import ConvShape, Size, domain_of, flatten, per_dim, unflatten
 from rewire.nn.sparse import SparseLayer, keep_mask
@@ -57,6 +58,8 @@ class SparseConv(SparseLayer, ConvShape):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, ...), or (C, ...), to the same with ``out_channels``."""
+        if tracing.is_symbolic(x):
+            return tracing.node(self, x)  # type: ignore[no-any-return]
         layers.by_itself(self, x)
         x = ordinary(x)
         self._check_image(x)
@@ -196,6 +199,8 @@ class SparseConv2d(SparseConv):
 
     def forward(self, x: Tensor) -> Tensor:
         """(N, C, H, W), or (C, H, W), to the same with ``out_channels``."""
+        if tracing.is_symbolic(x):
+            return tracing.node(self, x)  # type: ignore[no-any-return]
         if (lazy := layers.conv2d(self, x)) is not NotImplemented:
             return lazy  # type: ignore[no-any-return]
         x = ordinary(x)

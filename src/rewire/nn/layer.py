@@ -129,10 +129,15 @@ class ConnectedLayer(nn.Module, ABC):
         ours = model.modules() if isinstance(model, nn.Module) else ()
         if next((m for m in ours if isinstance(m, ConnectedLayer)), None) is not self:
             return  # one of the layers warns for all
+        if getattr(model, "saves_connections", False):
+            return  # by rewire.integrations.transformers or rewire.integrations.hub
         kind = type(model).__name__
         warnings.warn(
-            f"this {kind} has sparse layers, and from_pretrained would give it fresh dense weights "
-            f'instead: use rewire.save(model, "model.safetensors") and rewire.load("model.safetensors", '
+            f"this {kind} has sparse layers, and from_pretrained would give it fresh dense "
+            "weights instead: for "
+            "models of transformers call rewire.integrations.transformers.attach(model) before, and import "
+            'that module where you load it. Or use rewire.save(model, "model.safetensors") and '
+            'rewire.load("model.safetensors", '
             f"{kind}(config)), or save a dense copy, which from_pretrained reads: "
             "rewire.densify(copy.deepcopy(model)).save_pretrained(...)",
             stacklevel=level + 1,

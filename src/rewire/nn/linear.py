@@ -11,6 +11,7 @@ from rewire import ops
 from rewire.connections import Connections
 from rewire.engine import layers
 from rewire.engine.lazy import ordinary
+from rewire.nn import tracing
 from rewire.nn.sparse import SparseLayer, keep_mask
 
 
@@ -52,6 +53,8 @@ class SparseLinear(SparseLayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., in_features) to (..., out_features)."""
+        if tracing.is_symbolic(x):
+            return tracing.node(self, x)  # type: ignore[no-any-return]
         if (lazy := layers.linear(self, x)) is not NotImplemented:
             return lazy  # type: ignore[no-any-return]
         x = ordinary(x)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rewire.connections import Connections
 from rewire.nn.layer import ConnectedLayer
+from rewire.nn.weight_errors import SPARSE_STATE
 
 
 class MaskedLayer(ConnectedLayer):
@@ -100,6 +101,13 @@ class MaskedLayer(ConnectedLayer):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_known": None}
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, a: Any, b: Any, c: Any, d: Any, error_msgs: list[str]
+    ) -> None:
+        if prefix + "values" in state_dict:
+            error_msgs.append(SPARSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+        super()._load_from_state_dict(state_dict, prefix, a, b, c, d, error_msgs)
 
     @abstractmethod
     def to_dense(self) -> Any:

@@ -14,12 +14,15 @@ from rewire.equivalents import ORIGIN
 from rewire.nn import copies
 from rewire.nn.layer import ConnectedLayer, lossy
 from rewire.nn.weight import weight_of
-from rewire.nn.weight_errors import NO_ASSIGNMENT
+from rewire.nn.weight_errors import DENSE_STATE, NO_ASSIGNMENT
 from rewire.ops import topology
 from rewire.ops.reference import LINEAR, Convolution
 from rewire.ops.topology import Topology, TopologyError
 
 _DERIVED = ("slots", "outputs", "order")
+MARK = torch.ones(1)
+"""A ``weight`` in files for dense models: it fits none of their layers, so loading it into one is an
+error."""
 
 
 class SparseLayer(ConnectedLayer):
@@ -190,6 +193,12 @@ class SparseLayer(ConnectedLayer):
         error_msgs: list[str],
     ) -> None:
         names = [prefix + name for name in ("indptr", "indices", "values")]
+        weight = state_dict.get(prefix + "weight")
+        if isinstance(weight, Tensor):
+            state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
+            if weight.shape != MARK.shape:
+                error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+                return
         if not all(isinstance(state_dict.get(name), Tensor) for name in names):
             # One without the others means nothing: leave the layer as it is and name what is missing.
             rest = {key: tensor for key, tensor in state_dict.items() if key not in names}

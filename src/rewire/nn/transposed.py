@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rewire.connections import Connections
 from rewire.engine import layers
 from rewire.engine.lazy import ordinary
+from rewire.nn import tracing
 from rewire.nn.conv import SparseConv
 from rewire.nn.shape import ConvShape, Size, per_dim
 from rewire.ops.transposed import conv_transpose2d
@@ -134,6 +135,8 @@ class SparseConvTranspose(SparseConv, TransposedShape):
 
     def forward(self, x: Tensor, output_size: Sequence[int] | None = None) -> Tensor:
         """(N, C, ...), or (C, ...), to the same with ``out_channels``; ``output_size`` as in torch."""
+        if tracing.is_symbolic(x):
+            return tracing.node(self, x, output_size)  # type: ignore[no-any-return]
         layers.by_itself(self, x)
         x = ordinary(x)
         self._check_image(x)

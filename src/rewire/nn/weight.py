@@ -81,6 +81,11 @@ class Weight:
     is_sparse = False
 
     @property
+    def _is_hf_initialized(self) -> bool:
+        """What initialisation in transformers asks of a tensor: whether it was loaded."""
+        return bool(getattr(self._own(), "_is_hf_initialized", False))
+
+    @property
     def ndim(self) -> int:
         """Number of dimensions."""
         return len(self._layer.weight_shape)

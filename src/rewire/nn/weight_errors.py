@@ -15,6 +15,16 @@ NO_ASSIGNMENT = (
     "layer.set_connections(connections, values); to tie it to another weight, keep the layer dense "
     "(rewire.sparsify(model, ..., keep_dense=[its name])), or convert the model once they are tied"
 )
+DENSE_STATE = (
+    "{} is sparse, and the state dict is that of a dense model: load it into the dense model, "
+    "and then call "
+    'rewire.sparsify(model, sparsity, weights="keep"), which keeps the largest weights'
+)
+SPARSE_STATE = (
+    "{} is masked, and the state dict is that of a sparse model: load it into a model of "
+    'rewire.sparsify(model, sparsity, storage="sparse"), or a file of rewire.save with '
+    "rewire.load(path, model)"
+)
 _REMEDY = (
     "Its numbers are layer.values (one for each connection, in the order of layer.connections), "
     "layer.weight.to_sparse_csr() is a copy, and layer.weight.to_dense() a dense tensor with a gradient. "

@@ -93,7 +93,7 @@ for _name, _method in list(vars(Weight).items()):  # torch.numel(weight), Tensor
         for _owner in (torch, Tensor):
             if hasattr(_owner, _name):
                 FUNCTIONS.setdefault(getattr(_owner, _name), _method)
-    elif isinstance(_method, property) and _method.fget is not None:
+    elif isinstance(_method, property) and hasattr(Tensor, _name) and _method.fget is not None:
         FUNCTIONS[getattr(Tensor, _name).__get__] = _method.fget
 FUNCTIONS |= {
     function: lazy.METADATA[function]

@@ -19,6 +19,7 @@ from rewire.ops import (
     layout,
     operators,  # noqa: F401 (registers them)
     products,
+    transforms,
 )
 from rewire.ops.reference import LINEAR, Convolution
 from rewire.ops.topology import Topology
@@ -64,7 +65,7 @@ def _recorded(
         grads = torch.ops.rewire.linear_backward(dy, x, values, *topology, list(needs))
     else:
         grads = torch.ops.rewire.conv2d_backward(
-            dy, x, values, *topology, *_sizes(conv), list(needs)
+            dy, x, values, *topology, *transforms.sizes(conv), list(needs)
         )
     return [grad if need else None for grad, need in zip(grads, needs, strict=True)]
 
@@ -78,10 +79,6 @@ def refuse_second_derivatives() -> None:
     )
 
 
-def _sizes(conv: Convolution) -> tuple[list[int], ...]:
-    return list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation)
-
-
 def _product(
     x: Tensor,
     values: Tensor,
@@ -90,7 +87,12 @@ def _product(
     conv: Convolution,
     probe: Probe | None,
 ) -> Tensor:
-    products.refuse_tangents()
+    if products.has_tangents():
+        if probe is not None:
+            refuse_second_derivatives()
+        return products.reference_forward(conv, x, values, bias, topology)
+    if private.functorch_active():
+        return transforms.product(x, values, bias, topology, conv)
     wanted = x.requires_grad or values.requires_grad or (bias is not None and bias.requires_grad)
     if not wanted or not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return products.forward(conv, x, values, bias, topology)
@@ -103,6 +105,8 @@ def _direct(x: Tensor, probe: Probe | None) -> bool:
     watches this call, and memory has the numbers as they are."""
     plain = type(x) in (Tensor, torch.nn.Parameter)
     traced = private.tracing_state() is not None
+    if products.has_tangents():
+        return True
     if probe is None:
         return (
             plain
@@ -111,8 +115,10 @@ def _direct(x: Tensor, probe: Probe | None) -> bool:
             and not traced
             and not x.is_neg()
         )
-    if traced or not plain:
-        source = "traced call" if traced else type(x).__name__
+    transformed = private.functorch_active()
+    if traced or transformed or not plain:
+        source = "transform of torch.func" if transformed else type(x).__name__
+        source = "traced call" if traced else source
         raise RuntimeError(
             f"a rewiring is due and its gradients cannot be taken from a {source}: trace or "
             "export the model before the rewirer is made, or between its rewirings"
@@ -168,7 +174,7 @@ def conv2d(
         return _eager_conv2d(x, values, bias, topology, conv, probe)
     products.check_dims(x, 4, "conv2d")
     if not _direct(x, probe):
-        y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *_sizes(conv))
+        y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *transforms.sizes(conv))
         return y
     x = _autocast(x, values)
     topology = products.check(conv, x, values, bias, topology)
@@ -195,5 +201,5 @@ def gradient_at(
     if conv is LINEAR:
         g: Tensor = torch.ops.rewire.linear_gradient_at(dy, x, outputs, inputs)
         return g
-    g = torch.ops.rewire.conv2d_gradient_at(dy, x, outputs, inputs, *_sizes(conv))
+    g = torch.ops.rewire.conv2d_gradient_at(dy, x, outputs, inputs, *transforms.sizes(conv))
     return g

@@ -3,6 +3,7 @@ rules: this is what ``torch.compile``, ``torch.jit.trace`` and dispatch modes se
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -134,37 +135,64 @@ def _save_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _second_derivatives(
     ctx: Any, dx: Tensor | None, dvalues: Tensor | None, dbias: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of output gradient, input and values, from those of what a backward operator returns.
+    """Gradients of output gradient, input and values, from those of what a backward operator returns."""
+    dy, x, values, *topology = ctx.saved_tensors
+    if ctx.sizes:
+        ops, last = (torch.ops.rewire.conv2d, torch.ops.rewire.conv2d_backward), tuple(ctx.sizes)
+    else:
+        ops, last = (torch.ops.rewire.linear, torch.ops.rewire.linear_backward), ()
+
+    def forward(x: Tensor, values: Tensor) -> Tensor:
+        return ops[0](x, values, None, *topology, *last)  # type: ignore[no-any-return]
+
+    def backward(dy: Tensor, x: Tensor, values: Tensor, needs: list[bool]) -> Any:
+        return ops[1](dy, x, values, *topology, *last, needs)
+
+    given, wanted = (dy, x, values), ctx.needs_input_grad[:3]
+    found = bilinear(forward, backward, given, (dx, dvalues, dbias), ctx.needs, wanted)
+    return *found, *[None] * (len(topology) + len(ctx.sizes) + 1)
+
+
+def bilinear(
+    forward: Callable[[Tensor, Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor, Tensor, list[bool]], Any],
+    given: tuple[Tensor, Tensor, Tensor],
+    grads: Sequence[Tensor | None],
+    needs: Sequence[bool],
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, ...]:
+    """Gradients of output gradient, input and values, from those of what a backward pass returns.
 
     The product is bilinear in input and values, so that these are products of the same kind.
+
+    Args:
+        forward: the product of an input and values, without a bias.
+        backward: its gradients, from an output gradient, an input and values.
+        given: what the backward pass was given: output gradient, input and values.
+        grads: of what it returned, or None.
+        needs: what it was to return.
+        wanted: which of the results are.
     """
-    dy, x, values, *topology = ctx.saved_tensors
-    dx, dvalues, dbias = (
-        grad if need else None for grad, need in zip((dx, dvalues, dbias), ctx.needs, strict=True)
-    )
-    if ctx.sizes:
-        forward, backward = torch.ops.rewire.conv2d, torch.ops.rewire.conv2d_backward
-        last: tuple[Any, ...] = tuple(ctx.sizes)
-    else:
-        forward, backward, last = torch.ops.rewire.linear, torch.ops.rewire.linear_backward, ()
-    needs_dy, needs_x, needs_values = ctx.needs_input_grad[:3]
+    dy, x, values = given
+    dx, dvalues, dbias = (g if need else None for g, need in zip(grads, needs, strict=True))
+    needs_dy, needs_x, needs_values = wanted
     grad_dy = grad_x = grad_values = None
     if needs_dy:
         terms = []
         if dx is not None:
-            terms.append(forward(dx, values, None, *topology, *last))
+            terms.append(forward(dx, values))
         if dvalues is not None:
-            terms.append(forward(x, dvalues, None, *topology, *last))
+            terms.append(forward(x, dvalues))
         if dbias is not None:
             terms.append(dbias.view(-1, *(1,) * (dy.dim() - 2)).expand(dy.shape))
         grad_dy = sum(terms[1:], terms[0]) if terms else None
-    needs = [needs_x and dvalues is not None, needs_values and dx is not None, False]
-    if any(needs):
+    both = [needs_x and dvalues is not None, needs_values and dx is not None, False]
+    if any(both):
         # Where one of them is not needed, the other's argument counts for its shape alone.
-        given = (x if dx is None else dx, values if dvalues is None else dvalues)
-        found = backward(dy, *given, *topology, *ctx.sizes, needs)
-        grad_x, grad_values = (g if n else None for g, n in zip(found[:2], needs[:2], strict=True))
-    return grad_dy, grad_x, grad_values, *[None] * (len(topology) + len(ctx.sizes) + 1)
+        first, second = (x if dx is None else dx), (values if dvalues is None else dvalues)
+        found = backward(dy, first, second, both)
+        grad_x, grad_values = (g if n else None for g, n in zip(found[:2], both[:2], strict=True))
+    return grad_dy, grad_x, grad_values
 
 
 def _define(name: str, schema: str, implementation: Any, fake: Any) -> None:

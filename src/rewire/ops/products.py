@@ -95,14 +95,32 @@ def check_gradient(conv: Convolution, dy: Tensor, x: Tensor, n_out: int) -> None
         )
 
 
+def has_tangents() -> bool:
+    """Whether forward-mode differentiation is active (``torch.func.jvp``, dual numbers)."""
+    return forward_ad._current_level >= 0
+
+
 def refuse_tangents() -> None:
-    """Forward-mode differentiation has no rule here; it must not lose its tangents silently."""
-    if forward_ad._current_level >= 0:
-        raise NotImplementedError("sparse layers have no forward-mode derivative")
+    """The operators have no rule for forward mode; they must not lose its tangents silently."""
+    if has_tangents():
+        raise NotImplementedError(
+            "torch.ops.rewire has no forward-mode derivatives: call the layers, or the functions "
+            "in rewire.ops"
+        )
 
 
 def image(x: Tensor) -> Tensor:
     return x[:, :, None, None] if x.dim() == 2 else x
+
+
+def reference_forward(
+    conv: Convolution, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology
+) -> Tensor:
+    """The output of a layer in torch's own operations, which every transform differentiates."""
+    outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
+    n_out = topology.indptr.numel() - 1
+    y = reference.forward(conv, image(x), values.flatten(), bias, outputs, inputs, n_out)
+    return (y if x.dim() == 4 else y.flatten(1)).contiguous()
 
 
 def forward(
@@ -114,10 +132,7 @@ def forward(
     if kernels is None:
         if x.is_cpu and native.available() and x.dtype not in native.KERNEL_DTYPES:
             native.warn_of_reference(x.dtype)
-        outputs = reference.rows_of(topology.indptr)
-        inputs, flat = topology.indices.long(), values.flatten()
-        y = reference.forward(conv, image(x), flat, bias, outputs, inputs, n_out)
-        return (y if x.dim() == 4 else y.flatten(1)).contiguous()
+        return reference_forward(conv, x, values, bias, topology)
     if x.numel() == 0 or n_out == 0:
         size = conv.output_size(x.shape[2], x.shape[3]) if x.dim() == 4 else ()
         y = x.new_zeros((x.shape[0], n_out, *size))

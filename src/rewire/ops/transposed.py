@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewire.engine import private
 from rewire.engine.run import Probe
-from rewire.ops import products
+from rewire.ops import products, reference, transforms
 from rewire.ops.eager import refuse_second_derivatives
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
@@ -40,14 +40,20 @@ def conv_transpose2d(
             the output gradient here, and its output gradient, which is ``x``).
     """
     products.check_dims(x, 4, "conv_transpose2d")
-    products.refuse_tangents()
     if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
         x = x.to(values.dtype)
     channels = (topology.slots.numel() - 1) // (conv.kernel[0] * conv.kernel[1])
     like = x.new_empty((x.shape[0], channels, *size))  # for its shape: nobody reads or writes it
     sizes = ([*pair] for pair in (conv.kernel, conv.stride, conv.padding, conv.dilation))
     needs = [True, False, False]
-    y: Tensor = torch.ops.rewire.conv2d_backward(x, like, values, *topology, *sizes, needs)[0]
+    y: Tensor
+    if products.has_tangents():
+        outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
+        y = reference.input_gradient(conv, x, tuple(like.shape), values.flatten(), outputs, inputs)
+    elif private.functorch_active():
+        y = transforms.input_gradient(x, like, values, topology, conv)
+    else:
+        y = torch.ops.rewire.conv2d_backward(x, like, values, *topology, *sizes, needs)[0]
     if probe is not None and y.requires_grad:
         y = watch(y, x, conv, lambda conv, x, dy: probe(conv, dy, x))
     return y if bias is None else y + bias[:, None, None]

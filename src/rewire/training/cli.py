@@ -377,21 +377,35 @@ def predict(
             typer.echo(f"{image}: {words}")
 
 
+_FORMAT = """dense (a PyTorch state dict), csr (sparse matrices), onnx, or safetensors (for rewire.load).
+By default onnx for .onnx, else dense."""
+
+
 def export(
     path: Folder_,
-    to: Annotated[Path, typer.Argument(metavar="FILE", help="Ends in .pt or .safetensors.")],
+    to: Annotated[Path, typer.Argument(metavar="FILE", help="Ends in .pt, .safetensors or .onnx.")],
+    format: Annotated[str | None, typer.Option(help=_FORMAT)] = None,
+    sparse_initializers: Annotated[
+        bool, typer.Option("--sparse-initializers", help="Of ONNX: store connections alone.")
+    ] = False,
 ) -> None:
-    """Write the model of a run as an ordinary dense PyTorch state dict.
+    """Write the model of a run for others: a dense PyTorch state dict, CSR matrices, ONNX.
 
-    Example: `rewire export runs/cifar10 vgg16.pt`
+    Example: `rewire export runs/cifar10 vgg16.pt`, `rewire export runs/cifar10 vgg16.onnx`
     """
-    from rewire import saving
+    from rewire import exporting
     from rewire.training import use
     from rewire.training.folder import RunError
 
     try:
         model, what = use.load(path)
-        saving.export(model, to)
+        onnx = format == "onnx" or to.suffix == ".onnx"
+        exporting.export(
+            *(model, to),
+            format=format,
+            example=use.example(path) if onnx else None,
+            sparse_initializers=sparse_initializers,
+        )
     except (ValueError, RunError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     typer.echo(f"Wrote {what} to {to}")

@@ -58,6 +58,16 @@ def load(
     return model, f"{loaded.path} (unfinished)"
 
 
+def example(path: Path) -> Tensor:
+    """Two inputs like those that the model of a run was trained with."""
+    folder = Folder(path)
+    if folder.finished:
+        shape = saving.read_notes(folder.model)["shape"]
+    else:
+        shape = load_data(folder.config(), folder.root).shape
+    return torch.zeros(2, *shape)
+
+
 def evaluate(
     path: Path, device: torch.device, *, root: Path | None = None, workers: int | None = None
 ) -> Tested:
