@@ -26,14 +26,14 @@ PAIRS = [(0, 0), (4, 4), (4, 0), (0, 4), (16, 16)]  # of input and output
 EPS = 1e-3
 
 
-@pytest.fixture(params=DTYPES, ids=["f32", "f64"])
+@pytest.fixture(params=[*DTYPES, torch.bfloat16], ids=["f32", "f64", "bf16"])
 def program(request: pytest.FixtureRequest) -> Program:
     return Program(request.param)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """In double precision, of what single precision can hold."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    """In double precision, of what bfloat16 can hold."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
 
 def conv_case(kernel: int = 3, stride: int = 1, seed: int = 0, batch: int = 16) -> Case:
