@@ -60,12 +60,16 @@ class Program:
         numbers = self.memory(operand)
         return numbers.to(self.dtype) if numbers.is_floating_point() else numbers
 
+    def narrow(self, *steps: Any) -> None:
+        """Give operands the type that steps expect."""
+        for step in steps if self.dtype == torch.bfloat16 else ():
+            for need in step.needs():
+                outside = need.operand < len(self.rooms)
+                if need.kind == self.native.Kind.values and not step.wide and outside:
+                    self.rooms[need.operand] = self.rooms[need.operand].to(self.dtype)
+
     def plan(self, *steps: Any) -> Any:
-        if self.dtype == torch.bfloat16:
-            for step in steps:
-                for need in step.needs():
-                    if need.kind == self.native.Kind.values and not step.wide:
-                        self.rooms[need.operand] = self.rooms[need.operand].to(self.dtype)
+        self.narrow(*steps)
         return self.kernels.Plan(list(steps), [self.native.External() for _ in self.rooms])
 
     def addresses(self) -> list[int]:
