@@ -181,7 +181,7 @@ def test_a_parameter_stays_until_nothing_reads_it() -> None:
     """Whoever gets its gradient may change it."""
 
     def buffer(role: Role, number: int) -> Buffer:
-        return Buffer((4,), Layout.FLAT, role, number, 8)
+        return Buffer((4,), Layout.FLAT, role, number, torch.float64)
 
     steps = [
         Step("A", 0, (), {"out_dw": buffer(Role.INPUT_GRAD, 0), "x": buffer(Role.INPUT, 2)}),

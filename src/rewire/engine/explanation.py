@@ -87,7 +87,7 @@ class PlannedRegion:
         functions: into so many functions of autograd the values that somebody holds divide it.
         forward, backward: kernel calls, in order.
         arena: bytes of the memory that both passes work in.
-        dtype: of all values.
+        dtype: of the values; several are joined with " and ".
         outputs: the values that left it. All others exist inside only, or not at all.
         end: why it ran.
     """

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, dtype_of, shape_of, unary
+from rewire.engine.parse.base import No, are_parameters, dtype_of, shape_of, unary
 from rewire.engine.scope import recording
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -50,10 +50,11 @@ def _norm(
     for tensor in (weight, bias):
         if tensor is not None and (tensor.shape != shape[-1:] or not tensor.is_contiguous()):
             return No
-    region = recording(dtype_of(x))
-    if region is None:
+    dtype = dtype_of(x)
+    region = recording(dtype)
+    if region is None or not are_parameters(dtype, weight, bias):
         return No
-    return region.append("layer_norm", attrs, (x, weight, bias), shape)
+    return region.append("layer_norm", attrs, (x, weight, bias), shape, dtype)
 
 
 def _permute(input: Any, *dims: Any) -> Any:
