@@ -17,6 +17,12 @@
 namespace nb = nanobind;
 using namespace rewire;
 
+template <>
+struct nanobind::detail::dtype_traits<bfloat16> {
+    static constexpr dlpack::dtype value{uint8_t(dlpack::dtype_code::Bfloat), 16, 1};
+    static constexpr auto name = const_name("bfloat16");
+};
+
 namespace {
 
 // An uninitialised tensor in kept memory, as a DLPack capsule.
@@ -69,4 +75,7 @@ NB_MODULE(_native, m) {
     define<double>(f64);
     bind_sampling_of<double>(f64);
     bind_plan<double>(f64);
+    auto bf16 = m.def_submodule("bf16");
+    define<bfloat16>(bf16);
+    bind_plan<bfloat16>(bf16);
 }

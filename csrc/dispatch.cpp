@@ -30,7 +30,29 @@ template <>
 const Table<double>& table() {
     return current->f64;
 }
+template <>
+const Table<bfloat16>& table() {
+    return current->bf16;
+}
 
+template <>
+const LayerNormTable<float, float>& layer_norm_table() {
+    return current->norm_f32;
+}
+template <>
+const LayerNormTable<double, double>& layer_norm_table() {
+    return current->norm_f64;
+}
+template <>
+const LayerNormTable<bfloat16, bfloat16>& layer_norm_table() {
+    return current->norm_bf16;
+}
+template <>
+const LayerNormTable<float, bfloat16>& layer_norm_table() {
+    return current->norm_mixed;
+}
+
+const Conversions& conversions() { return current->conversions; }
 const Bounds& bounds() { return current->bounds; }
 
 std::vector<std::string> supported_instruction_sets() {

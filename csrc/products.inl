@@ -18,10 +18,17 @@ struct Runs {
     }
 };
 
-// V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart.
+// V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart. Of bfloat16, each two
+// vectors that are whole hold the elements at even and at odd places.
 template <class T, int V, int P, bool kPart>
 struct Places {
+    static constexpr bool kPaired = std::is_same_v<T, bfloat16> && !kPart && V % 2 == 0;
+
     static REWIRE_INLINE Vec<T> get(const T* p, int64_t step, int i, int rest) {
+        if constexpr (kPaired) {
+            p += i / V * step + i % V / 2 * (2 * kLanes<T>);
+            return i % 2 ? load_odd(p) : load_even(p);
+        }
         p += i / V * step + i % V * kLanes<T>;
         if constexpr (kPart) {
             if (i % V == V - 1) return load_part(p, rest);
@@ -30,10 +37,29 @@ struct Places {
     }
     // `past`: the caches.
     static REWIRE_INLINE void put(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
+        if constexpr (kPaired) {
+#pragma GCC unroll 8
+            for (int i = 0; i < V * P; i += 2) {
+                T* const to = p + i / V * step + i % V * kLanes<T>;
+                const Words both = pair(v[i], v[i + 1]);
+                if (__builtin_expect(past, false)) store_past(to, both);
+                else std::memcpy(to, &both, sizeof both);
+            }
+            return;
+        } else {
+            put_each(p, step, v, rest, past);
+        }
+    }
+
+   private:
+    static REWIRE_INLINE void put_each(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
         const auto at = [=](int i) { return p + i / V * step + i % V * kLanes<T>; };
         if (!kPart && __builtin_expect(past, false)) {
 #pragma GCC unroll 8
-            for (int i = 0; i < V * P; i++) store_past(at(i), v[i]);
+            for (int i = 0; i < V * P; i++) {
+                if constexpr (std::is_same_v<T, bfloat16>) store<T>(at(i), v[i]);
+                else store_past(at(i), v[i]);
+            }
             return;
         }
 #pragma GCC unroll 8
@@ -97,10 +123,10 @@ struct SpreadRow {
 // V vectors at each of P positions. The results go into `spread` too if kSpread.
 template <class T, int V, int P, bool kPart, bool kSpread>
 REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t src_step,
-                            T* dst, int64_t dst_step, T start, int rest, SpreadRow<T>& spread, int64_t ahead) {
+                            T* dst, int64_t dst_step, Number<T> start, int rest, SpreadRow<T>& spread, int64_t ahead) {
     using L = Places<T, V, P, kPart>;
     const int32_t* offset = p.entries.offset;
-    const T* weight = p.weight;
+    const Number<T>* weight = p.weight;
     const int64_t step = p.step;
     const bool past = p.past;
     for (int q = 0; !past && q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
@@ -141,11 +167,11 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
 
 // A single column: batch-1 inference.
 template <class T>
-REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst, T start,
+REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst, Number<T> start,
                               int64_t step) {
-    constexpr int some = 16 / sizeof(T);
+    constexpr int some = 16 / sizeof(Number<T>);
     Short<T> acc[2] = {}, weight[2];
-    T sum = start;
+    Number<T> sum = start;
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
@@ -162,7 +188,7 @@ REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* 
     }
     acc[0] += acc[1];
     for (int i = 0; i < some; i++) sum += acc[0][i];
-    *dst = p.relu && sum < 0 ? T(0) : sum;
+    *dst = T(p.relu && sum < 0 ? Number<T>(0) : sum);
 }
 
 // All rows of it at one position.
@@ -173,7 +199,7 @@ REWIRE_INLINE void sum_columns(const Sum<T>& p, const Tile& tile, const Runs& ru
     const int64_t taps = own.entries.taps_h * own.entries.taps_w;
     for (int64_t row = row0; row < row1; row++)
         sum_column(own, runs, own.entries.ptr + row * taps, own.src + tile.src, own.dst + row * own.row + tile.dst,
-                   own.start ? own.start[row] : T(0), step);
+                   own.start ? own.start[row] : 0, step);
 }
 
 // Adds what a row has just written, while it is in the nearest cache.
@@ -182,15 +208,15 @@ void spread_row(const T* x, int64_t step, int32_t count, int32_t len, Spread& to
     constexpr int lanes = kLanes<T>;
     if (!to.count) {
         for (int32_t i = 0; i < len; i++) to.pivot += double(x[i]);
-        to.pivot = double(T(to.pivot / len));
+        to.pivot = double(Number<T>(to.pivot / len));
     }
-    SpreadRow<T> row{broadcast<T>(T(to.pivot)), {}, {}};
-    T rest_sum = 0, rest_squares = 0;
+    SpreadRow<T> row{broadcast<T>(Number<T>(to.pivot)), {}, {}};
+    Number<T> rest_sum = 0, rest_squares = 0;
     for (int32_t k = 0; k < count; k++, x += step) {
         int32_t i = 0;
         for (; i + lanes <= len; i += lanes) row.add(load<T>(x + i));
         for (; i < len; i++) {
-            const T d = x[i] - T(to.pivot);
+            const Number<T> d = x[i] - Number<T>(to.pivot);
             rest_sum += d;
             rest_squares += d * d;
         }
@@ -243,7 +269,7 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
     const Runs& runs = group.runs[t];
     constexpr int lanes = kLanes<T>;
     const int32_t* ptr = p.entries.ptr + row * p.entries.taps_h * p.entries.taps_w;
-    const T start = p.start ? p.start[row] : T(0);
+    const Number<T> start = p.start ? p.start[row] : 0;
     const T* src = p.src + tile.src;
     T* dst = p.dst + row * p.row + tile.dst;
     int32_t left = tile.count;
@@ -294,7 +320,7 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
             if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
         }
         if (t == count) continue;
-        spread.middle = broadcast<T>(T(to->pivot));
+        spread.middle = broadcast<T>(Number<T>(to->pivot));
         for (; t < count; t++) {
             sum_row<T, true>(p, group, tiles, t, row, spread, asking);
             to->count += int64_t(tiles[t].count) * tiles[t].len;
@@ -307,7 +333,7 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
 
 // dot + <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
 template <class T, int V, int P, bool kPart, bool kDst>
-REWIRE_INLINE Vec<T> dot_entry(const T* from, int64_t step, T weight, const Vec<T> (&factor)[V * P],
+REWIRE_INLINE Vec<T> dot_entry(const T* from, int64_t step, Number<T> weight, const Vec<T> (&factor)[V * P],
                                Vec<T> (&acc)[V * P], int rest, Vec<T> dot = Vec<T>{}) {
     const Vec<T> w = broadcast<T>(weight);
 #pragma GCC unroll 8
@@ -333,10 +359,10 @@ struct Held {
         for (int32_t k = 0; k < end - first; k++) dots[k] = Vec<T>{};
         for (int32_t k = end - first; k % 4; k++) dots[k] = Vec<T>{};
     }
-    REWIRE_INLINE void add_to(T* grad) const {
+    REWIRE_INLINE void add_to(Number<T>* grad) const {
         for (int32_t e = first; e < end; e += 4) {
             const Vec<T>* d = dots + (e - first);
-            T sums[4] = {};
+            Number<T> sums[4] = {};
             add_sums(sums, {d[0], d[1], d[2], d[3]});
             for (int32_t q = 0; q < 4 && e + q < end; q++) grad[e + q] += sums[q];
         }
@@ -358,7 +384,7 @@ enum class Input { any, rectified, normed, read };
 template <class T>
 struct BeforeRow {
     static constexpr int kRun = 64;  // vectors that are added up before they count as doubles
-    T scale = 0, shift = 0, mean = 0, other = 0;
+    Number<T> scale = 0, shift = 0, mean = 0, other = 0;
     bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
     double total = 0, total_x = 0;
@@ -378,9 +404,9 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
     using L = Places<T, V, P, kPart>;
     constexpr int n = V * P;
     const int32_t* offset = p.entries.offset;
-    const T* weight = p.weight;
+    const Number<T>* weight = p.weight;
     const int64_t step = p.step, src_step = tile.src_step, dst_step = tile.dst_step;
-    T* grad = p.grad;
+    Number<T>* grad = p.grad;
     for (int q = 0; q < P; q++) {
         const int64_t at = here + q * dst_step;
         read_soon<V>(p.factor + at, ahead);
@@ -409,7 +435,7 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         }
         acc[i] = Vec<T>{};
     }
-    const auto entry = [&](const T* from, T w, Vec<T> dot) REWIRE_BODY {
+    const auto entry = [&](const T* from, Number<T> w, Vec<T> dot) REWIRE_BODY {
         return dot_entry<T, V, P, kPart, kDst>(from, src_step, w, factor, acc, rest, dot);
     };
     for (int32_t r = 0; r < runs.count; r++) {
@@ -417,13 +443,13 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         const int32_t end = ptr[runs.end + r * runs.step];
         for (const int32_t near = end < held.end ? end : held.end; e < near; e++) {
             Vec<T>& dot = held.dots[e - held.first];
-            dot = entry(src + offset[e] * step, kDst ? weight[e] : T(0), dot);
+            dot = entry(src + offset[e] * step, kDst ? weight[e] : 0, dot);
         }
         for (; e + 4 <= end; e += 4) {
             Vec<T> dot[4];
 #pragma GCC unroll 4
             for (int q = 0; q < 4; q++)
-                dot[q] = entry(src + offset[e + q] * step, kDst ? weight[e + q] : T(0), Vec<T>{});
+                dot[q] = entry(src + offset[e + q] * step, kDst ? weight[e + q] : 0, Vec<T>{});
             add_sums(grad + e, dot);
         }
         if (e < end) {  // one to three more, and nothing in place of the others: which it is cannot be foreseen
@@ -435,9 +461,9 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
                 const int32_t k = here ? e + q : e;
                 const T* from = src + offset[k] * step;
                 dot[q] = dot_entry<T, V, P, kPart, kDst>(here ? from : zeros, here ? src_step : 0,
-                                                         kDst && here ? weight[k] : T(0), factor, acc, rest);
+                                                         kDst && here ? weight[k] : 0, factor, acc, rest);
             }
-            T sums[4] = {};
+            Number<T> sums[4] = {};
             add_sums(sums, dot);
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
         }
