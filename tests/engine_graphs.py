@@ -236,6 +236,7 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
         if op in ("conv2d", "linear"):
             layer, (values, bias) = of.layers[attrs.topology], rest
             weight = torch.zeros(layer.n_out, layer.n_in, dtype=x.dtype)
+            values, bias = values.to(x.dtype), bias if bias is None else bias.to(x.dtype)
             weight = weight.index_put((layer.outputs(), layer.inputs()), values.view(-1))
             if op == "conv2d":
                 weight = weight.view(layer.n_out, *attrs.kernel, -1).permute(0, 3, 1, 2)
@@ -272,7 +273,9 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
         elif op == "view":
             y = x.reshape(attrs.shape)
         elif op == "dropout":
-            y = x * masks(index, shape)
+            y = x * masks(index, shape).to(x.dtype)
+        elif op == "cast":
+            y = x.to(attrs.dtype)
         else:
             raise NotImplementedError(op)
         found.append(y)

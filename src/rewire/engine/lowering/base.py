@@ -54,7 +54,7 @@ class Lowering:
     """A graph on its way to a plan.
 
     Attributes:
-        numbers: the type of sums, statistics and parameters.
+        dtype, numbers: of the kernels; the type of sums, statistics and parameters.
         steps: those of the forward pass by ``Role.SAVED``, of the backward pass by ``Role.SCRATCH``.
         role: of new buffers: which pass is being lowered.
         done: nodes that another one's kernel computes.
@@ -71,7 +71,7 @@ class Lowering:
     ) -> None:
         self.graph, self.nodes, self.uses, self.panel = graph, graph.nodes, Uses(graph), panel
         self.table, self.sum_of = table, sum_of
-        self.numbers = numbers(graph.inputs[0].dtype)
+        self.dtype, self.numbers = graph.dtype, numbers(graph.dtype)
         self.steps: dict[Role, list[Step]] = {Role.SAVED: [], Role.SCRATCH: []}
         self.role = Role.SAVED
         self.done: set[int] = set()

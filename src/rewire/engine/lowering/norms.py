@@ -69,7 +69,8 @@ def batch_norm(low: Lowering, index: int, node: Node) -> None:
     low.norms[end] = norm._replace(relu=relu is not None)
     low.unstored[end] = lambda: store_norm(low, low.norms.pop(end), end, None)
     in_reader = rules.norm_in_reader(low.uses, index)
-    if not in_reader and rules.pointwise_reader(low.uses, end) is None:
+    wide = node.dtype is not low.dtype  # a program takes norms of the plan's own type
+    if not in_reader and (wide or rules.pointwise_reader(low.uses, end) is None):
         low.value(end)
 
 

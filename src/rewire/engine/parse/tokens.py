@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor
 from rewire.engine.parse.base import No, are_parameters, dtype_of, shape_of, unary
 from rewire.engine.scope import recording
@@ -35,7 +36,7 @@ def _rms_norm(
     input: Any, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
     if eps is None:
-        eps = torch.finfo(dtype_of(input)).eps
+        eps = torch.finfo(numbers(dtype_of(input))).eps
     return _norm(input, normalized_shape, weight, None, ir.LayerNorm(float(eps), False))
 
 
