@@ -87,6 +87,7 @@ struct Sum {
     Spread* spread;  // of each row, or null
     bool past = false;  // whether dst is written past the caches
     Soon soon{};
+    const T* narrow_weight = nullptr;  // of bfloat16: the weights once more, as such
 };
 
 // How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked, or plus
@@ -131,6 +132,7 @@ struct Dots {
     const T *normed, *more;  // the batch norm's input; or null
     bool past = false;
     Soon soon{};
+    const T* narrow_weight = nullptr;  // see Sum
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.
@@ -271,6 +273,10 @@ const InstructionSet& instruction_set();
 }
 namespace avx512 {
 const InstructionSet& instruction_set();
+}
+// The same with products of pairs of bfloat16, where the compiler knows them: else null.
+namespace avx512_bf16 {
+const InstructionSet* instruction_set();
 }
 #endif
 

@@ -102,7 +102,7 @@ template <class T>
 struct Pass {
     Plan plan;
     Offsets offsets;
-    Scratch<Number<T>> weight;
+    Weights<T> weight;
 };
 
 // grad[places[e]] = the sum over all positions for entry e of a pass (places null: e itself). The tasks are dealt
@@ -151,6 +151,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
             mine.back().past = past;
             mine.back().entries = entries;
             mine.back().weight = pass->weight.get();
+            mine.back().narrow_weight = pass->weight.narrow();
             mine.back().grad = start + part * pass->offsets.count;
             if (dots.sums) mine.back().sums = &before_sums[size_t(part * rows * 2)];
             std::memset(mine.back().grad + first, 0, sizeof(Number<T>) * size_t(last - first));
@@ -258,9 +259,10 @@ void forward(const Table<T>& table, const Geometry& shape, const ByOutput& a, co
     const Plan plan = forward_plan<T>(g, table.sum_tile, norm ? -1 : a.ptr[g.out_channels], a.ptr[g.out_channels]);
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
-    run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr},
-               plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
+    const Weights<T> weight(values, nullptr, offsets.count, threads);
+    Sum<T> sum{offsets.entries, weight.get(), nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr};
+    sum.narrow_weight = weight.narrow();
+    run_sum<T>(table, sum, plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
 template <class T>
@@ -270,11 +272,11 @@ void input_gradient(const Table<T>& table, const Geometry& shape, const ByInput&
     const int64_t all = a.ptr[g.in_channels * g.taps()];
     for (const Plan& plan : backward_plans<T>(g, table.sum_tile, all, all)) {
         const Offsets offsets = backward_offsets(g, a, plan);
-        const auto weight = gather(values, offsets.places, offsets.count, threads);
-        run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
-                    nullptr},
-                   plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
+        const Weights<T> weight(values, offsets.places, offsets.count, threads);
+        Sum<T> sum{offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
+                   nullptr};
+        sum.narrow_weight = weight.narrow();
+        run_sum<T>(table, sum, plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     }
 }
 
@@ -285,7 +287,7 @@ void weight_gradient(const Table<T>& table, const Geometry& shape, const ByOutpu
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels], a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
-    const Pass<T> pass{std::move(plan), std::move(offsets), {}};
+    const Pass<T> pass{std::move(plan), std::move(offsets), Weights<T>(nullptr, nullptr, 0, threads)};
     std::vector<double> sums(bias || !reading.plain() ? size_t(2 * g.out_channels) : 0);
     run_dots<T>(table,
                 {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, reading, nullptr,
@@ -308,7 +310,7 @@ void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, c
     const int64_t connections = a.ptr[g.in_channels * g.taps()];
     for (Plan& plan : backward_plans<T>(g, table.dots_tile, reading.plain() ? connections : -1, connections)) {
         Offsets offsets = backward_offsets(g, a, plan);
-        auto weight = gather(values, offsets.places, offsets.count, threads);
+        Weights<T> weight(values, offsets.places, offsets.count, threads);
         passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});
     }
     std::vector<const Pass<T>*> all;  // of them read the same rows

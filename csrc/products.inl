@@ -19,15 +19,15 @@ struct Runs {
 };
 
 // V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart. Of bfloat16, each two
-// vectors that are whole hold the elements at even and at odd places.
+// vectors that are whole hold the halves of a register.
 template <class T, int V, int P, bool kPart>
 struct Places {
     static constexpr bool kPaired = std::is_same_v<T, bfloat16> && !kPart && V % 2 == 0;
 
     static REWIRE_INLINE Vec<T> get(const T* p, int64_t step, int i, int rest) {
         if constexpr (kPaired) {
-            p += i / V * step + i % V / 2 * (2 * kLanes<T>);
-            return i % 2 ? load_odd(p) : load_even(p);
+            const Words words = load_words(p + i / V * step + i % V / 2 * (2 * kLanes<T>));
+            return i % 2 ? second_half(words) : first_half(words);
         }
         p += i / V * step + i % V * kLanes<T>;
         if constexpr (kPart) {
@@ -41,7 +41,7 @@ struct Places {
 #pragma GCC unroll 8
             for (int i = 0; i < V * P; i += 2) {
                 T* const to = p + i / V * step + i % V * kLanes<T>;
-                const Words both = pair(v[i], v[i + 1]);
+                const Words both = joined(v[i], v[i + 1]);
                 if (__builtin_expect(past, false)) store_past(to, both);
                 else std::memcpy(to, &both, sizeof both);
             }
@@ -120,6 +120,36 @@ struct SpreadRow {
     }
 };
 
+#if defined(REWIRE_BF16)
+// acc += the products of entries [e, end), two at a time: V vectors at each of P positions.
+template <int V, int P>
+REWIRE_INLINE void add_pairs(const bfloat16* weight, const int32_t* offset, int32_t e, int32_t end, const bfloat16* src,
+                             int64_t step, int64_t src_step, Vec<float> (&acc)[V * P]) {
+    constexpr int64_t words = 2 * kLanes<bfloat16>;
+    for (; e + 2 <= end; e += 2) {
+        const bfloat16 *from = src + offset[e] * step, *next = src + offset[e + 1] * step;
+        const Words w = broadcast_pair(weight + e);
+#pragma GCC unroll 8
+        for (int i = 0; i < V * P; i += 2) {
+            const int64_t at = i / V * src_step + i % V / 2 * words;
+            const Words a = load_words(from + at), b = load_words(next + at);
+            acc[i] = add_products(acc[i], interleave_low(a, b), w);
+            acc[i + 1] = add_products(acc[i + 1], interleave_high(a, b), w);
+        }
+    }
+    if (e < end) {
+        const bfloat16* from = src + offset[e] * step;
+        const Vec<float> w = broadcast<float>(weight[e]);
+#pragma GCC unroll 8
+        for (int i = 0; i < V * P; i += 2) {
+            const Words a = load_words(from + i / V * src_step + i % V / 2 * words);
+            acc[i] += w * first_half(a);
+            acc[i + 1] += w * second_half(a);
+        }
+    }
+}
+#endif
+
 // V vectors at each of P positions. The results go into `spread` too if kSpread.
 template <class T, int V, int P, bool kPart, bool kSpread>
 REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t src_step,
@@ -137,6 +167,12 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
+#if defined(REWIRE_BF16)
+        if constexpr (L::kPaired) {
+            add_pairs<V, P>(p.narrow_weight, offset, e, end, src, step, src_step, acc);
+            continue;
+        }
+#endif
         for (; V * P <= 4 && e + 2 <= end; e += 2) {
             const T *from = src + offset[e] * step, *next = src + offset[e + 1] * step;
             const Vec<T> w = broadcast<T>(weight[e]), v = broadcast<T>(weight[e + 1]);
@@ -398,6 +434,54 @@ struct BeforeRow {
     }
 };
 
+#if defined(REWIRE_BF16)
+// The dot products of two entries with the factor; with kDst acc += both entries times their weights. The second entry may
+// be zeros.
+template <int V, int P, bool kDst>
+REWIRE_INLINE void dot_pair(const bfloat16* from, const bfloat16* next, int64_t step, int64_t next_step, Words w,
+                            const Words (&factor)[V * P / 2], Vec<float> (&acc)[V * P], Vec<float>& dot, Vec<float>& other) {
+#pragma GCC unroll 4
+    for (int i = 0; i < V * P; i += 2) {
+        const int64_t at = i % V / 2 * (2 * kLanes<bfloat16>);
+        Words a = load_words(from + i / V * step + at), b = load_words(next + i / V * next_step + at);
+        asm("" : "+v"(a), "+v"(b));  // loaded once
+        dot = add_products(dot, factor[i / 2], a);
+        other = add_products(other, factor[i / 2], b);
+        if constexpr (kDst) {
+            acc[i] = add_products(acc[i], interleave_low(a, b), w);
+            acc[i + 1] = add_products(acc[i + 1], interleave_high(a, b), w);
+        }
+    }
+}
+
+// Entries [e, end) of a row, two at a time.
+template <int V, int P, bool kDst>
+REWIRE_INLINE void dot_pairs(const Dots<bfloat16>& p, int32_t e, int32_t end, const bfloat16* src, int64_t src_step,
+                             const Words (&factor)[V * P / 2], Vec<float> (&acc)[V * P], Held<bfloat16>& held) {
+    static const bfloat16 zeros[V * kLanes<bfloat16>] = {};
+    const auto at = [&](int32_t k) REWIRE_BODY { return src + p.entries.offset[k] * p.step; };
+    const auto weights = [&](int32_t k) REWIRE_BODY { return kDst ? broadcast_pair(p.narrow_weight + k) : Words{}; };
+    const int32_t near = end < held.end ? end : held.end;
+    for (; e + 2 <= near; e += 2) {
+        Vec<float>* dots = held.dots + (e - held.first);
+        dot_pair<V, P, kDst>(at(e), at(e + 1), src_step, src_step, weights(e), factor, acc, dots[0], dots[1]);
+    }
+    for (; e < end; e += 2) {
+        const bool both = e + 1 < end, kept = e < near;
+        Vec<float> dot[4] = {};
+        uint32_t w = 0;
+        if (kDst) std::memcpy(&w, p.narrow_weight + e, both ? 4 : 2);
+        dot_pair<V, P, kDst>(at(e), both ? at(e + 1) : zeros, src_step, both ? src_step : 0, Words{} + w, factor, acc, dot[0],
+                             dot[1]);
+        if (kept) held.dots[e - held.first] += dot[0];
+        float sums[4] = {};
+        add_sums(sums, dot);
+        if (!kept) p.grad[e] += sums[0];
+        if (both) p.grad[e + 1] += sums[1];
+    }
+}
+#endif
+
 template <class T, int V, int P, bool kPart, bool kDst, Input kInput>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& runs, const int32_t* ptr, const T* src,
                              int64_t here, int rest, Held<T>& held, BeforeRow<T>& before, int64_t ahead) {
@@ -435,12 +519,28 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         }
         acc[i] = Vec<T>{};
     }
+#if defined(REWIRE_BF16)
+    Words narrow[(n + 1) / 2];  // the factor as such
+    if constexpr (L::kPaired) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i += 2)
+            narrow[i / 2] = kInput == Input::any || kInput == Input::rectified
+                                ? load_words(p.factor + here + i / V * dst_step + i % V / 2 * (2 * kLanes<T>))
+                                : joined(factor[i], factor[i + 1]);
+    }
+#endif
     const auto entry = [&](const T* from, Number<T> w, Vec<T> dot) REWIRE_BODY {
         return dot_entry<T, V, P, kPart, kDst>(from, src_step, w, factor, acc, rest, dot);
     };
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
+#if defined(REWIRE_BF16)
+        if constexpr (L::kPaired) {
+            dot_pairs<V, P, kDst>(p, e, end, src, src_step, narrow, acc, held);
+            continue;
+        }
+#endif
         for (const int32_t near = end < held.end ? end : held.end; e < near; e++) {
             Vec<T>& dot = held.dots[e - held.first];
             dot = entry(src + offset[e] * step, kDst ? weight[e] : 0, dot);

@@ -35,7 +35,8 @@ Entries entries_from(const int32_t* ptr, const int32_t* offset, int64_t row) { r
 // y[n][row] = start[row] + sum over e of weight[e] * x[n][offset[e]], for the entries e of each of `rows`
 template <class T>
 void sum_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const int32_t* offset,
-              const Number<T>* weight, const Number<T>* start, bool relu, const T* x, int64_t units, T* y, int64_t rows, int threads) {
+              const Weights<T>& weight, const Number<T>* start, bool relu, const T* x, int64_t units, T* y, int64_t rows,
+              int threads) {
     const int64_t width = panel_width(batch, table.sum_tile), panels = (batch + width - 1) / width;
     threads = worth((ptr[rows] + rows) * batch, threads);
     const auto cuts = cut_rows(entries_from(ptr, offset, 0), rows, row_blocks(panels, threads));
@@ -47,8 +48,9 @@ void sum_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const in
         const int64_t last = cuts[size_t(task % blocks + 1)];
         for (int64_t row = cuts[size_t(task % blocks)]; row < last; row += kTurned) {
             const int64_t count = std::min(kTurned, last - row);
-            const Sum<T> sum{entries_from(ptr, offset, row), weight, source.get(), width, result.get(), width,
-                             start ? start + row : nullptr, relu, nullptr};
+            Sum<T> sum{entries_from(ptr, offset, row), weight.get(), source.get(), width, result.get(), width,
+                       start ? start + row : nullptr, relu, nullptr};
+            sum.narrow_weight = weight.narrow();
             table.sum(sum, &panel.tile, 1, 0, count);
             table.transpose(result.get(), width, y + panel.first * rows + row, rows, count, panel.len);
         }
@@ -86,7 +88,7 @@ struct Turned {
 // into parts as in `gradients`. `totals`, or null: receives the sum of each unit of the source.
 template <class T>
 void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const int32_t* offset, const int32_t* places,
-               const Number<T>* weight, const Turned<T>& in, Number<T>* grad, Number<T>* totals, int threads) {
+               const Weights<T>& weight, const Turned<T>& in, Number<T>* grad, Number<T>* totals, int threads) {
     const int64_t units = in.units, rows = in.rows, all = ptr[rows];
     const int64_t width = panel_width(batch, table.dots_tile), panels = (batch + width - 1) / width;
     threads = worth((all + rows) * batch, threads);
@@ -116,8 +118,9 @@ void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const i
                 const int64_t count = std::min(kTurned, last - row), at = panel.first * rows + row;
                 turn(table, in.factor + at, rows, panel.len, count, factor.get(), width);
                 T* const to = in.destination ? result.get() : nullptr;
-                const Dots<T> dots{entries_from(ptr, offset, row), weight, source.get(), width, factor.get(), to, width,
-                                   sum, {}, nullptr, nullptr, nullptr, nullptr};
+                Dots<T> dots{entries_from(ptr, offset, row), weight.get(), source.get(), width, factor.get(), to, width,
+                             sum, {}, nullptr, nullptr, nullptr, nullptr};
+                dots.narrow_weight = weight.narrow();
                 table.dots(dots, &panel.tile, 1, 0, count);
                 if (to) table.transpose(to, width, in.destination + at, rows, count, panel.len);
             }
@@ -136,22 +139,23 @@ void dots_rows(const Table<T>& table, int64_t batch, const int32_t* ptr, const i
 template <class T>
 void forward_rows(const Table<T>& table, const Geometry& g, const ByOutput& a, const Number<T>* values,
                   const Number<T>* bias, const T* x, T* y, bool relu, int threads) {
-    sum_rows(table, g.batch, a.ptr, a.indices, values, bias, relu, x, g.in_channels, y, g.out_channels, threads);
+    const Weights<T> weight(values, nullptr, a.ptr[g.out_channels], threads);
+    sum_rows(table, g.batch, a.ptr, a.indices, weight, bias, relu, x, g.in_channels, y, g.out_channels, threads);
 }
 
 template <class T>
 void input_gradient_rows(const Table<T>& table, const Geometry& g, const ByInput& a, const Number<T>* values, const T* dy,
                          T* dx, int threads) {
-    const auto weight = gather(values, a.order, a.ptr[g.in_channels], threads);
-    sum_rows<T>(table, g.batch, a.ptr, a.outputs, weight.get(), nullptr, false, dy, g.out_channels, dx, g.in_channels,
+    const Weights<T> weight(values, a.order, a.ptr[g.in_channels], threads);
+    sum_rows<T>(table, g.batch, a.ptr, a.outputs, weight, nullptr, false, dy, g.out_channels, dx, g.in_channels,
                 threads);
 }
 
 template <class T>
 void gradients_rows(const Table<T>& table, const Geometry& g, const ByInput& a, const Number<T>* values, const T* x,
                     const T* dy, const T* z, T* dx, Number<T>* grad, Number<T>* bias, int threads) {
-    const auto weight = gather(values, a.order, a.ptr[g.in_channels], threads);
-    dots_rows<T>(table, g.batch, a.ptr, a.outputs, a.order, weight.get(),
+    const Weights<T> weight(values, a.order, a.ptr[g.in_channels], threads);
+    dots_rows<T>(table, g.batch, a.ptr, a.outputs, a.order, weight,
                  {dy, z, g.out_channels, x, dx, g.in_channels}, grad, bias, threads);
 }
 

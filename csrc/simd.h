@@ -87,19 +87,39 @@ REWIRE_INLINE void store(T* p, Vec<T> v) {
     else std::memcpy(p, &v, sizeof v);
 }
 
-// Two vectors of bfloat16 that follow each other in memory, as those at even and at odd places: cheaper than one after
-// the other.
-REWIRE_INLINE Vec<float> load_even(const bfloat16* p) {
+// A register of bfloat16, and its elements as two vectors of floats: in another order than in memory, which is cheaper.
+REWIRE_INLINE Words load_words(const bfloat16* p) {
     Words words;
     std::memcpy(&words, p, sizeof words);
-    return (Vec<float>)(words << 16);
+    return words;
 }
-REWIRE_INLINE Vec<float> load_odd(const bfloat16* p) {
-    Words words;
-    std::memcpy(&words, p, sizeof words);
-    return (Vec<float>)(words & 0xFFFF0000u);
+#if defined(REWIRE_BF16)
+// As words are interleaved, which is what products of pairs work on: four of each eight elements in either vector.
+REWIRE_INLINE Words interleave_low(Words a, Words b) { return (Words)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+REWIRE_INLINE Words interleave_high(Words a, Words b) { return (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+REWIRE_INLINE Vec<float> first_half(Words words) { return (Vec<float>)interleave_low(Words{}, words); }
+REWIRE_INLINE Vec<float> second_half(Words words) { return (Vec<float>)interleave_high(Words{}, words); }
+REWIRE_INLINE Words joined(Vec<float> first, Vec<float> second) {
+    return (Words)_mm512_packus_epi32((__m512i)(rounded(first) >> 16), (__m512i)(rounded(second) >> 16));
 }
-REWIRE_INLINE Words pair(Vec<float> even, Vec<float> odd) { return rounded(even) >> 16 | (rounded(odd) & 0xFFFF0000u); }
+// sum + the products of both elements of each word.
+REWIRE_INLINE Vec<float> add_products(Vec<float> sum, Words a, Words b) {
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+// Two elements in every word.
+REWIRE_INLINE Words broadcast_pair(const bfloat16* p) {
+    uint32_t both;
+    std::memcpy(&both, p, sizeof both);
+    return Words{} + both;
+}
+#else
+// Those at even and those at odd places.
+REWIRE_INLINE Vec<float> first_half(Words words) { return (Vec<float>)(words << 16); }
+REWIRE_INLINE Vec<float> second_half(Words words) { return (Vec<float>)(words & 0xFFFF0000u); }
+REWIRE_INLINE Words joined(Vec<float> first, Vec<float> second) {
+    return rounded(first) >> 16 | (rounded(second) & 0xFFFF0000u);
+}
+#endif
 
 // The same past the caches, to where a vector may start. Whoever is to read it has to wait for stores_done().
 #if defined(REWIRE_AVX512)
