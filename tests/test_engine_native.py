@@ -26,9 +26,17 @@ PAIRS = [(0, 0), (4, 4), (4, 0), (0, 4), (16, 16)]  # of input and output
 EPS = 1e-3
 
 
-@pytest.fixture(params=[*DTYPES, torch.bfloat16], ids=["f32", "f64", "bf16"])
-def program(request: pytest.FixtureRequest) -> Program:
-    return Program(request.param)
+@pytest.fixture(
+    params=[*((dtype, True) for dtype in (*DTYPES, torch.bfloat16)), (torch.bfloat16, False)],
+    ids=["f32", "f64", "bf16", "bf16-without-pairs"],
+)
+def program(request: pytest.FixtureRequest, isa: str) -> Program:
+    dtype, pairs = request.param
+    if not pairs:
+        if isa != "avx512_bf16":
+            pytest.skip("this instruction set has no products of pairs")
+        ops.use_instruction_set("avx512")  # the fixture restores what was in use
+    return Program(dtype)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
