@@ -33,7 +33,7 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     if request.param != before:
         ops.use_instruction_set(request.param)
     yield request.param
-    if request.param != before:
+    if ops.instruction_set() != before:
         ops.use_instruction_set(before)
 
 
