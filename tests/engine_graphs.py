@@ -247,6 +247,8 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
             weight, bias, *statistics = rest
             momentum = 0.0 if attrs.momentum is None else of.scalars[attrs.momentum]
             y = F.batch_norm(x, *statistics, weight, bias, attrs.training, momentum, attrs.eps)
+        elif op == "layer_norm":
+            y = F.layer_norm(x, x.shape[-1:], *rest, attrs.eps)
         elif op == "relu":
             y = F.relu(x)
         elif op == "activation":
