@@ -104,7 +104,7 @@ void bind_fields(Class& c, const std::tuple<Option...>& options, const Field<C, 
 template <class S, class... Fields>
 void bind_step(nb::module_& m, const Fields&... fields) {
     nb::class_<S, Step> c(m, S::kName);
-    bind_fields<S>(c, std::make_tuple(nb::kw_only()), fields...);
+    bind_fields<S>(c, std::make_tuple(nb::kw_only()), fields..., field("wide", &Step::wide, false));
 }
 
 template <class S, class... Fields>
@@ -204,6 +204,7 @@ void bind_all_operands(nb::module_& m) {
 void bind_step_base(nb::module_& m) {
     nb::enum_<Kind>(m, "Kind")
         .value("values", Kind::values)
+        .value("numbers", Kind::numbers)
         .value("indices", Kind::indices)
         .value("bytes", Kind::bytes);
     nb::class_<Need>(m, "Need")
@@ -277,7 +278,8 @@ template <class S, class... Fields>
 void bind_layer_norm_step(nb::module_& m, const Fields&... fields) {
     using N = LayerNormSizes;
     bind_step<S>(m, field("panels", &N::panels), field("channels", &N::channels), field("columns", &N::columns),
-                 field("eps", &N::eps, N{}.eps), field("centered", &N::centered, true), fields...);
+                 field("eps", &N::eps, N{}.eps), field("centered", &N::centered, true), field("wide_x", &N::wide_x, false),
+                 field("wide_y", &N::wide_y, false), fields...);
 }
 
 void bind_layer_norms(nb::module_& m) {
@@ -369,6 +371,8 @@ void bind_images(nb::module_& m) {
 void bind_elementwise(nb::module_& m) {
     bind_step<Copy>(m, field("length", &Copy::length), field("x", &Copy::x), field("y", &Copy::y));
     bind_step<Fill>(m, field("length", &Fill::length), field("value", &Fill::value), field("y", &Fill::y));
+    bind_step<Convert>(m, field("length", &Convert::length), field("widen", &Convert::widen), field("x", &Convert::x),
+                       field("y", &Convert::y));
     bind_step<Dropout>(m, field("length", &Dropout::length), field("probability", &Dropout::probability),
                        field("seed", &Dropout::seed), field("x", &Dropout::x), field("y", &Dropout::y));
 }
@@ -402,10 +406,10 @@ void bind_pointwise(nb::module_& m) {
                      field("b", &I::b, -1), field("c", &I::c, -1), field("activation", &I::activation, Activation::relu),
                      field("p", &I::p, 0.0), field("q", &I::q, 0.0));
     bind_operands<Access>(m, "Access", field("operand", &Access::operand), field("strides", &Access::strides),
-                          field("offset", &Access::offset, 0));
+                          field("offset", &Access::offset, 0), field("wide", &Access::wide, false));
     bind_operands<SlotAccess>(m, "SlotAccess", field("slot", &SlotAccess::slot), field("operand", &SlotAccess::operand),
                               field("strides", &SlotAccess::strides),
-                              field("offset", &SlotAccess::offset, 0));
+                              field("offset", &SlotAccess::offset, 0), field("wide", &SlotAccess::wide, false));
     using N = NormSums;
     bind_operands<N>(m, "NormSums", field("index", &N::index), field("g", &N::g), field("gx", &N::gx),
                      field("gradients", &N::gradients), optional("x", &N::x), optional("dx", &N::dx));
@@ -460,5 +464,6 @@ void bind_plan(nb::module_& m) {
 
 template void bind_plan<float>(nb::module_&);
 template void bind_plan<double>(nb::module_&);
+template void bind_plan<bfloat16>(nb::module_&);
 
 }  // namespace rewire

@@ -19,6 +19,12 @@
 namespace nb = nanobind;
 using namespace rewire;
 
+template <>
+struct nanobind::detail::dtype_traits<bfloat16> {
+    static constexpr dlpack::dtype value{uint8_t(dlpack::dtype_code::Bfloat), 16, 1};
+    static constexpr auto name = const_name("bfloat16");
+};
+
 namespace {
 
 // The bytes of a tensor; throws unless its strides stay inside of them.
@@ -87,4 +93,7 @@ NB_MODULE(_native, m) {
     define<double>(f64);
     bind_sampling_of<double>(f64);
     bind_plan<double>(f64);
+    auto bf16 = m.def_submodule("bf16");
+    define<bfloat16>(bf16);
+    bind_plan<bfloat16>(bf16);
 }

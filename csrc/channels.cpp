@@ -4,6 +4,7 @@
 #include <cstring>
 #include <vector>
 
+#include "dispatch.h"
 #include "parallel.h"
 
 namespace rewire {
@@ -46,21 +47,23 @@ Runs runs_of(const BatchNorm<T>& p) {
 
 template <class T>
 NormGrad<T> norm_grad(const BatchNorm<T>& p, int64_t c, bool relu) {
-    return {p.len, p.mean[c], T(p.inverse_std(c)), T(p.scale(c)), T(p.shift(c)), relu, p.training};
+    using N = Number<T>;
+    return {p.len, p.mean[c], N(p.inverse_std(c)), N(p.scale(c)), N(p.shift(c)), relu, p.training};
 }
 
 // What follows from the sums of g and of g * xhat over channel c.
 template <class T>
 void from_sums(const BatchNorm<T>& p, int64_t c, const double* sums, const NormGradients<T>& out) {
-    if (out.bias) out.bias[c] = T(sums[0]);
-    if (out.weight) out.weight[c] = T(sums[1]);
+    using N = Number<T>;
+    if (out.bias) out.bias[c] = N(sums[0]);
+    if (out.weight) out.weight[c] = N(sums[1]);
     if (!out.factors) return;
     const double scale = p.scale(c), each = 1 / double(p.len);
     // In evaluation the sums play no part, not even where one of them is NaN.
     const double by_x = p.training ? -scale * p.inverse_std(c) * sums[1] * each : 0;
-    out.factors[c] = T(scale);
-    out.factors[p.channels + c] = T(by_x);
-    out.factors[2 * p.channels + c] = p.training ? T(-scale * sums[0] * each - by_x * double(p.mean[c])) : T(0);
+    out.factors[c] = N(scale);
+    out.factors[p.channels + c] = N(by_x);
+    out.factors[2 * p.channels + c] = p.training ? N(-scale * sums[0] * each - by_x * double(p.mean[c])) : N(0);
 }
 
 // What is left to do to the gradient in dx once its sums over all channels are known.
@@ -96,23 +99,23 @@ std::vector<double> sums_of(const Runs& runs, int threads, Body&& body) {
 }  // namespace
 
 template <class T>
-void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
-             int threads) {
+void moments(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, Number<T>* mean,
+             Number<T>* variance, int threads) {
     const Runs runs{channels, len, panels};
     const auto sums = sums_of(runs, threads, [&](int64_t, int64_t at, double* to) { *to += table.total(x + at, runs.len()); });
-    for (int64_t c = 0; c < channels; c++) mean[c] = T(sums[size_t(2 * c)] / double(len));
+    for (int64_t c = 0; c < channels; c++) mean[c] = Number<T>(sums[size_t(2 * c)] / double(len));
     const auto squares = sums_of(runs, threads, [&](int64_t c, int64_t at, double* to) {
         *to += table.variation(x + at, runs.len(), mean[c]);
     });
-    for (int64_t c = 0; c < channels; c++) variance[c] = T(squares[size_t(2 * c)] / double(len));
+    for (int64_t c = 0; c < channels; c++) variance[c] = Number<T>(squares[size_t(2 * c)] / double(len));
 }
 
 template <class T>
-void channel_sums(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, T* sums,
+void channel_sums(const Table<T>& table, const T* x, int64_t channels, int64_t len, int64_t panels, Number<T>* sums,
                   int threads) {
     const Runs runs{channels, len, panels};
     const auto all = sums_of(runs, threads, [&](int64_t, int64_t at, double* to) { *to += table.total(x + at, runs.len()); });
-    for (int64_t c = 0; c < channels; c++) sums[c] = T(all[size_t(2 * c)]);
+    for (int64_t c = 0; c < channels; c++) sums[c] = Number<T>(all[size_t(2 * c)]);
 }
 
 template <class T>
@@ -133,7 +136,7 @@ void batch_norm(const Table<T>& table, const BatchNorm<T>& p, const T* x, const 
     const Runs runs = runs_of(p);
     for_each_channel(p.channels * p.panels, runs.len(), threads, [&](int64_t k) {
         const int64_t c = k % p.channels, at = k * runs.len();
-        table.normalize({runs.len(), T(p.scale(c)), T(p.shift(c)), p.relu}, x + at, residual ? residual + at : nullptr,
+        table.normalize({runs.len(), Number<T>(p.scale(c)), Number<T>(p.shift(c)), p.relu}, x + at, residual ? residual + at : nullptr,
                         z + at);
     });
 }
@@ -170,7 +173,7 @@ void batch_norm_gradient(const Table<T>& table, const BatchNorm<T>& p, const T* 
 }
 
 template <class T>
-void settle_gradient(const Table<T>& table, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
+void settle_gradient(const Table<T>& table, const T* g, const T* x, const Number<T>* factors, int64_t channels, int64_t len,
                      int64_t panels, T* dx, int threads) {
     const Reading<T> reading{factors, factors + 2 * channels, false, nullptr, x, factors + channels};
     const int64_t each = len / panels;
@@ -190,12 +193,20 @@ void fill(T value, int64_t len, T* y, int threads) {
     for_each_piece(len, threads, [&](int64_t at, int64_t n) { std::fill_n(y + at, n, value); });
 }
 
+void widen(const bfloat16* x, int64_t len, float* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { conversions().widen(x + at, n, y + at); });
+}
+
+void narrow(const float* x, int64_t len, bfloat16* y, int threads) {
+    for_each_piece(len, threads, [&](int64_t at, int64_t n) { conversions().narrow(x + at, n, y + at); });
+}
+
 template <class T>
 void drop_out(const Table<T>& table, const T* x, int64_t len, double probability, double scale, uint64_t seed, T* y,
               int threads) {
     const auto limit = uint32_t(probability * 4294967296.0);  // of 2^32 values; the probability is below 1
     pieces(len, 1 << 14, worth_sharing(len, threads), [&](int64_t begin, int64_t end) {
-        table.drop_out(x + begin, begin, end - begin, limit, T(scale), mixed(seed), y + begin);
+        table.drop_out(x + begin, begin, end - begin, limit, Number<T>(scale), mixed(seed), y + begin);
     });
 }
 
@@ -204,7 +215,7 @@ void max_pool(const Table<T>& table, const Pool& p, const BatchNorm<T>* norm, co
               int threads) {
     std::vector<Norm<T>> norms;
     for (int64_t c = 0; norm && c < p.channels; c++)
-        norms.push_back({p.batch, T(norm->scale(c)), T(norm->shift(c)), norm->relu});
+        norms.push_back({p.batch, Number<T>(norm->scale(c)), Number<T>(norm->shift(c)), norm->relu});
     parallel_for(p.panels * p.out_height, threads, [&](int64_t task) {
         const int64_t panel = task / p.out_height, out = panel * p.out.panel;
         table.max_pool(p, norm ? norms.data() : nullptr, task % p.out_height, x + panel * p.in.panel, y + out,
@@ -248,15 +259,14 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                      \
-    template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, T*, int);                   \
-    template void channel_sums<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, int);                  \
-    template void track<T>(const T*, const T*, int64_t, double, double, T*, T*);                                   \
+    template void moments<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, Number<T>*, Number<T>*, int);   \
+    template void channel_sums<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, Number<T>*, int);          \
     template void batch_norm<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, T*, int);                \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const T*, const T*,    \
                                          const T*, T*, T*, const NormGradients<T>&, int);                           \
     template void batch_norm_gradient<T>(const Table<T>&, const BatchNorm<T>&, const T*, const double*, T*,         \
                                          const NormGradients<T>&, int);                                             \
-    template void settle_gradient<T>(const Table<T>&, const T*, const T*, const T*, int64_t, int64_t, int64_t, T*, int); \
+    template void settle_gradient<T>(const Table<T>&, const T*, const T*, const Number<T>*, int64_t, int64_t, int64_t, T*, int); \
     template void copy<T>(const T*, int64_t, T*, int);                                                              \
     template void fill<T>(T, int64_t, T*, int);                                                                     \
     template void drop_out<T>(const Table<T>&, const T*, int64_t, double, double, uint64_t, T*, int);               \
@@ -268,5 +278,9 @@ void mean_pool_gradient(const Table<T>& table, const Pool& p, const T* dy, T* dx
 
 REWIRE_INSTANTIATE(float)
 REWIRE_INSTANTIATE(double)
+REWIRE_INSTANTIATE(bfloat16)
+
+template void track<float>(const float*, const float*, int64_t, double, double, float*, float*);
+template void track<double>(const double*, const double*, int64_t, double, double, double*, double*);
 
 }  // namespace rewire

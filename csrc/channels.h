@@ -14,8 +14,8 @@ struct BatchNorm {
     int64_t channels, len;
     bool training, relu;     // training: mean and variance are those of x itself
     double epsilon;
-    const T *weight, *bias;  // null: one and zero
-    const T *mean, *variance;
+    const Number<T> *weight, *bias;  // null: one and zero
+    const Number<T> *mean, *variance;
     int64_t panels;  // rows of panels of the tensors, in each of which a channel has a run; 1: they are batch-last
 
     double inverse_std(int64_t c) const { return 1 / std::sqrt(double(variance[c]) + epsilon); }
@@ -26,12 +26,12 @@ struct BatchNorm {
 
 // Mean and (biased) variance of each channel.
 template <class T>
-void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, T* mean, T* variance,
-             int threads);
+void moments(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, Number<T>* mean,
+             Number<T>* variance, int threads);
 
 // sums[c] = the sum over channel c.
 template <class T>
-void channel_sums(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, T* sums, int threads);
+void channel_sums(const Table<T>&, const T* x, int64_t channels, int64_t len, int64_t panels, Number<T>* sums, int threads);
 
 // running = (1 - momentum) * running + momentum * moment, the variance times `unbiased`.
 template <class T>
@@ -47,8 +47,8 @@ void batch_norm(const Table<T>&, const BatchNorm<T>&, const T* x, const T* resid
 // the gradient does the rest as it reads g and x.
 template <class T>
 struct NormGradients {
-    T *weight, *bias;  // or null
-    T* factors;        // or null
+    Number<T> *weight, *bias;  // or null
+    Number<T>* factors;        // or null
 };
 
 // `z` is the output where a residual was added before rectifying, null otherwise. The output's gradient is dz,
@@ -65,13 +65,16 @@ void batch_norm_gradient(const Table<T>&, const BatchNorm<T>&, const T* x, const
 
 // dx = the gradient that g and factors stand for.
 template <class T>
-void settle_gradient(const Table<T>&, const T* g, const T* x, const T* factors, int64_t channels, int64_t len,
+void settle_gradient(const Table<T>&, const T* g, const T* x, const Number<T>* factors, int64_t channels, int64_t len,
                      int64_t panels, T* dx, int threads);
 
 template <class T>
 void copy(const T* x, int64_t len, T* y, int threads);
 template <class T>
 void fill(T value, int64_t len, T* y, int threads);
+
+void widen(const bfloat16* x, int64_t len, float* y, int threads);
+void narrow(const float* x, int64_t len, bfloat16* y, int threads);
 
 // y[i] = x[i] * scale, or 0 with the given probability; which ones is a function of seed and i alone.
 template <class T>

@@ -3,7 +3,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
+#include "dispatch.h"
 #include "parallel.h"
 #include "scratch.h"
 
@@ -34,6 +36,31 @@ Scratch<T> gather(const T* values, const int32_t* places, int64_t count, int thr
     });
     return gathered;
 }
+
+// A layer's weights in the order of its entries (places null: as they are). Of bfloat16, rounded to it, in both types: what
+// is computed does not depend on which of them a loop reads.
+template <class T>
+class Weights {
+   public:
+    Weights(const Number<T>* values, const int32_t* places, int64_t count, int threads) : values_(values) {
+        if (places) own_ = gather(values, places, count, threads);
+        if (places) values_ = own_.get();
+        if constexpr (!std::is_same_v<T, Number<T>>) {
+            narrow_ = Scratch<T>(count);
+            if (!places) own_ = Scratch<Number<T>>(count);
+            conversions().narrow(values_, count, narrow_.get());
+            conversions().widen(narrow_.get(), count, own_.get());
+            values_ = own_.get();
+        }
+    }
+    const Number<T>* get() const { return values_; }
+    const T* narrow() const { return narrow_.get(); }
+
+   private:
+    const Number<T>* values_;
+    Scratch<Number<T>> own_;
+    Scratch<T> narrow_;
+};
 
 // How many blocks the rows of each of `tasks` are cut into, to keep `threads` busy. A task that is cut
 // packs its source once per block.

@@ -10,8 +10,11 @@ std::vector<const InstructionSet*> supported() {
 #ifdef REWIRE_X86
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        if (avx512_bf16::instruction_set() && __builtin_cpu_supports("avx512bf16"))
+            sets.push_back(avx512_bf16::instruction_set());
         sets.push_back(&avx512::instruction_set());
+    }
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2::instruction_set());
 #endif
     sets.push_back(&generic::instruction_set());
@@ -30,7 +33,29 @@ template <>
 const Table<double>& table() {
     return current->f64;
 }
+template <>
+const Table<bfloat16>& table() {
+    return current->bf16;
+}
 
+template <>
+const LayerNormTable<float, float>& layer_norm_table() {
+    return current->norm_f32;
+}
+template <>
+const LayerNormTable<double, double>& layer_norm_table() {
+    return current->norm_f64;
+}
+template <>
+const LayerNormTable<bfloat16, bfloat16>& layer_norm_table() {
+    return current->norm_bf16;
+}
+template <>
+const LayerNormTable<float, bfloat16>& layer_norm_table() {
+    return current->norm_mixed;
+}
+
+const Conversions& conversions() { return current->conversions; }
 const Bounds& bounds() { return current->bounds; }
 
 std::vector<std::string> supported_instruction_sets() {

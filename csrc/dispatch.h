@@ -15,6 +15,9 @@ void use_instruction_set(const std::string& name);
 // The inner loops in use.
 template <class T>
 const Table<T>& table();
+template <class X, class Y>
+const LayerNormTable<X, Y>& layer_norm_table();
+const Conversions& conversions();
 const Bounds& bounds();
 
 }  // namespace rewire

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <stdexcept>
+#include <type_traits>
 
 #include "dispatch.h"
 #include "topology.h"
@@ -13,11 +14,24 @@ constexpr int64_t kMost = std::numeric_limits<int64_t>::max() / 64;  // elements
 
 template <class T>
 int64_t size_of(Kind kind) {
-    return kind == Kind::values ? int64_t(sizeof(T)) : kind == Kind::indices ? 4 : 1;
+    switch (kind) {
+        case Kind::values: return sizeof(T);
+        case Kind::numbers: return sizeof(Number<T>);
+        case Kind::indices: return sizeof(int32_t);
+        default: return 1;
+    }
 }
 
 const char* name_of(Kind kind) {
-    return kind == Kind::values ? "values" : kind == Kind::indices ? "indices" : "bytes";
+    constexpr const char* names[] = {"values", "numbers", "indices", "bytes"};
+    return names[size_t(kind)];
+}
+
+// Where values and numbers are the same they are called values.
+template <class T>
+Kind kind_in(Kind kind, bool wide) {
+    if (std::is_same_v<T, Number<T>>) return kind == Kind::numbers ? Kind::values : kind;
+    return wide && kind == Kind::values ? Kind::numbers : kind;
 }
 
 [[noreturn]] void refuse(const std::string& problem) { throw std::invalid_argument(problem); }
@@ -86,6 +100,7 @@ Plan<T>::Plan(const std::vector<const Step*>& steps, std::vector<Operand> operan
         steps_.push_back(steps[s]->clone());
         Needs found;
         steps_.back()->needs(found);
+        for (Need& need : found.all) need.kind = kind_in<T>(need.kind, steps[s]->wide);
         checks_.push_back({needs_.size(), needs_.size() + found.all.size(), found.connections, found.scalars, found.seeds});
         needs_.insert(needs_.end(), found.all.begin(), found.all.end());
         for (const Need& need : found.all) {
@@ -236,5 +251,6 @@ void Plan<T>::run(int64_t first, int64_t last, const Inputs& in) const {
 
 template class Plan<float>;
 template class Plan<double>;
+template class Plan<bfloat16>;
 
 }  // namespace rewire::engine

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "dispatch.h"
 #include "kernels.h"
 #include "layers.h"
 
@@ -18,8 +19,9 @@ using Id = int32_t;          // the number of an operand
 constexpr Id kAbsent = -1;   // an optional operand that is not there
 constexpr int64_t kAlignment = 64;
 
-// What an operand's elements are: numbers of the plan's type, int32 indices, or bytes.
-enum class Kind : uint8_t { values, indices, bytes };
+// What an operand's elements are: of the plan's type; what that is computed in, such as parameters and statistics (floats in
+// a plan of bfloat16, else the same type); int32 indices; or bytes.
+enum class Kind : uint8_t { values, numbers, indices, bytes };
 
 // What a step needs of one operand.
 struct Need {
@@ -54,15 +56,19 @@ class Needs {
    public:
     void reads(const char* role, Id id, int64_t elements, Kind kind = Kind::values) { add({role, id, kind, true, false, elements}); }
     void writes(const char* role, Id id, int64_t elements, Kind kind = Kind::values) { add({role, id, kind, false, true, elements}); }
-    void updates(const char* role, Id id, int64_t elements) { add({role, id, Kind::values, true, true, elements}); }
+    void reads_numbers(const char* role, Id id, int64_t elements) { reads(role, id, elements, Kind::numbers); }
+    void writes_numbers(const char* role, Id id, int64_t elements) { writes(role, id, elements, Kind::numbers); }
+    void updates_numbers(const char* role, Id id, int64_t elements) { add({role, id, Kind::numbers, true, true, elements}); }
     // The same where the operand may be absent.
-    void may_read(const char* role, Id id, int64_t elements) { if (id != kAbsent) reads(role, id, elements); }
+    void may_read(const char* role, Id id, int64_t elements, Kind kind = Kind::values) { if (id != kAbsent) reads(role, id, elements, kind); }
     void may_write(const char* role, Id id, int64_t elements, Kind kind = Kind::values) { if (id != kAbsent) writes(role, id, elements, kind); }
+    void may_read_numbers(const char* role, Id id, int64_t elements) { may_read(role, id, elements, Kind::numbers); }
+    void may_write_numbers(const char* role, Id id, int64_t elements) { may_write(role, id, elements, Kind::numbers); }
     // A layer's connections in one order, and their values or the gradient of these, or neither.
     void by_output(const TopologyOperands&, const Geometry&);
     void by_input(const TopologyOperands&, const Geometry&);
-    void reads_values(Id id) { add({"values", id, Kind::values, true, false, -1}); }
-    void writes_dvalues(Id id) { add({"dvalues", id, Kind::values, false, true, -1}); }
+    void reads_values(Id id) { add({"values", id, Kind::numbers, true, false, -1}); }
+    void writes_dvalues(Id id) { add({"dvalues", id, Kind::numbers, false, true, -1}); }
     // Numbers that come with each run.
     void scalar(const char* role, int64_t index);
     void seed(const char* role, int64_t index);
@@ -85,6 +91,7 @@ struct Run {
     int threads;
 
     T* at(Id id) const { return get<T>(id); }
+    Number<T>* number(Id id) const { return get<Number<T>>(id); }
     const int32_t* indices(Id id) const { return get<int32_t>(id); }
     uint8_t* bytes(Id id) const { return get<uint8_t>(id); }
 
@@ -105,7 +112,10 @@ class Step {
     virtual bool elementwise() const { return false; }
     virtual void run(const Run<float>&) const = 0;
     virtual void run(const Run<double>&) const = 0;
+    virtual void run(const Run<bfloat16>&) const = 0;
     virtual std::unique_ptr<const Step> clone() const = 0;
+
+    bool wide = false;  // in a plan of bfloat16: whether all that it reads and writes are floats
 };
 
 // A step S has a name, `needs`, and a template `execute`.
@@ -116,6 +126,10 @@ class StepOf : public Step {
     bool elementwise() const override { return kElementwise; }
     void run(const Run<float>& r) const override { self().execute(r); }
     void run(const Run<double>& r) const override { self().execute(r); }
+    void run(const Run<bfloat16>& r) const override {
+        if (wide) self().execute(Run<float>{table<float>(), r.addresses, r.scalars, r.seeds, r.threads});
+        else self().execute(r);
+    }
     std::unique_ptr<const Step> clone() const override { return std::make_unique<const S>(self()); }
 
    private:

@@ -124,33 +124,34 @@ void pad_gradient(const Images& of, const Padding& by, const T* dy, T* dx, int t
 template <class T>
 void mean(const Images& of, const T* x, T* y, int threads) {
     const int64_t batch = of.panels * of.panel;
-    const T share = T(1) / T(of.height * of.width);
+    using N = Number<T>;
+    const N share = 1 / N(of.height * of.width);
     threads = worth(of.channels * of.height * of.width * batch / 4, threads);
     parallel_for(of.panels * of.channels, threads, [&](int64_t k) {
         const int64_t n = k / of.channels, c = k % of.channels;
         T* const to = y + c * batch + n * of.panel;
-        const Scratch<T> row(of.panel);
-        std::fill(to, to + of.panel, T(0));
+        const Scratch<N> row(of.panel), all(of.panel);
+        std::fill_n(all.get(), of.panel, N(0));
         for (int64_t h = 0; h < of.height; h++) {  // sums of rows first, which are more exact
-            std::fill(row.get(), row.get() + of.panel, T(0));
+            std::fill_n(row.get(), of.panel, N(0));
             for (int64_t w = 0; w < of.width; w++)
                 for (int64_t i = 0; i < of.panel; i++) row[i] += x[of.at(n, h, c) + w * of.panel + i];
-            for (int64_t i = 0; i < of.panel; i++) to[i] += row[i];
+            for (int64_t i = 0; i < of.panel; i++) all[i] += row[i];
         }
-        for (int64_t i = 0; i < of.panel; i++) to[i] *= share;
+        for (int64_t i = 0; i < of.panel; i++) to[i] = T(all[i] * share);
     });
 }
 
 template <class T>
 void mean_gradient(const Images& of, const T* dy, T* dx, int threads) {
     const int64_t batch = of.panels * of.panel;
-    const T share = T(1) / T(of.height * of.width);
+    const Number<T> share = 1 / Number<T>(of.height * of.width);
     for_each_row(of, threads, [&](int64_t n, int64_t h) {
         for (int64_t c = 0; c < of.channels; c++) {
             const T* const from = dy + c * batch + n * of.panel;
             T* const row = dx + of.at(n, h, c);
             for (int64_t w = 0; w < of.width; w++)
-                for (int64_t i = 0; i < of.panel; i++) row[w * of.panel + i] = from[i] * share;
+                for (int64_t i = 0; i < of.panel; i++) row[w * of.panel + i] = T(from[i] * share);
         }
     });
 }
@@ -167,5 +168,6 @@ void mean_gradient(const Images& of, const T* dy, T* dx, int threads) {
 
 REWIRE_INSTANTIATE(float)
 REWIRE_INSTANTIATE(double)
+REWIRE_INSTANTIATE(bfloat16)
 
 }  // namespace rewire

@@ -7,6 +7,7 @@
 #include "norm.inl"
 #include "pool.inl"
 #include "noise.inl"
+#include "convert.inl"
 #include "math.inl"
 #include "pointwise.inl"
 #include "bounds.inl"
@@ -26,12 +27,25 @@ constexpr Table<T> table() {
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,
             mean_pool_gradient<T>, drop_out<T>,
-            pointwise<T>,     layer_norm<T>,
-            layer_norm_gradient<T>};
+            pointwise<Number<T>>};
+}
+
+template <class X, class Y>
+constexpr LayerNormTable<X, Y> norm_table() {
+    return {layer_norm<X, Y>, layer_norm_gradient<X, Y>};
 }
 
 const InstructionSet& instruction_set() {
-    static const InstructionSet set{REWIRE_ISA_NAME, table<float>(), table<double>(), {within, falls}};
+    static const InstructionSet set{REWIRE_ISA_NAME,
+                                    table<float>(),
+                                    table<double>(),
+                                    table<bfloat16>(),
+                                    norm_table<float, float>(),
+                                    norm_table<double, double>(),
+                                    norm_table<bfloat16, bfloat16>(),
+                                    norm_table<float, bfloat16>(),
+                                    {widen, narrow},
+                                    {within, falls}};
     return set;
 }
 

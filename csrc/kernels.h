@@ -5,8 +5,42 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 namespace rewire {
+
+// The upper half of a float: memory for activations and their gradients. Whatever is computed is computed in float.
+struct bfloat16 {
+    uint16_t bits;
+
+    // Always inlined: this header is compiled for several instruction sets.
+    bfloat16() = default;
+    __attribute__((always_inline)) explicit bfloat16(float x) {
+        uint32_t word;
+        std::memcpy(&word, &x, sizeof word);
+        bits = x == x ? uint16_t((word + 0x7FFF + (word >> 16 & 1)) >> 16) : 0x7FC0;  // to nearest even
+    }
+    __attribute__((always_inline)) explicit bfloat16(double x) : bfloat16(float(x)) {}
+    __attribute__((always_inline)) explicit bfloat16(int x) : bfloat16(float(x)) {}
+    __attribute__((always_inline)) operator float() const {
+        const uint32_t word = uint32_t(bits) << 16;
+        float x;
+        std::memcpy(&x, &word, sizeof x);
+        return x;
+    }
+};
+
+// What elements of type T are added up in, and what parameters and statistics that belong to them are.
+template <class T>
+struct NumberOf {
+    typedef T type;
+};
+template <>
+struct NumberOf<bfloat16> {
+    typedef float type;
+};
+template <class T>
+using Number = typename NumberOf<T>::type;
 
 // Positions of an output plane, `len` elements each, and the taps whose source lies inside the image for
 // all of them: rows kh0..kh1 and columns kw0..kw1 of the kernel.
@@ -43,16 +77,17 @@ struct Spread {
 template <class T>
 struct Sum {
     Entries entries;
-    const T* weight;
+    const Number<T>* weight;
     const T* src;
     int64_t step;  // elements from one source position to the next
     T* dst;
     int64_t row;     // elements from one output row to the next
-    const T* start;  // bias, or null
+    const Number<T>* start;  // bias, or null
     bool relu;
     Spread* spread;  // of each row, or null
     bool past = false;  // whether dst is written past the caches
     Soon soon{};
+    const T* narrow_weight = nullptr;  // of bfloat16: the weights once more, as such
 };
 
 // How the elements of a tensor are read: x * scale[channel] + shift[channel], rectified if asked, or plus
@@ -60,9 +95,10 @@ struct Sum {
 // the same shape, zero wherever the gate is not positive.
 template <class T>
 struct Reading {
-    const T *scale = nullptr, *shift = nullptr;
+    const Number<T> *scale = nullptr, *shift = nullptr;
     bool relu = false;
-    const T *gate = nullptr, *other = nullptr, *other_scale = nullptr;
+    const T *gate = nullptr, *other = nullptr;
+    const Number<T>* other_scale = nullptr;
 
     bool plain() const { return !scale && !gate; }
     // The same from an element on.
@@ -83,26 +119,27 @@ struct Reading {
 template <class T>
 struct Dots {
     Entries entries;
-    const T* weight;
+    const Number<T>* weight;
     const T* src;
     int64_t step;
     const T* factor;
     T* dst;
     int64_t row;
-    T* grad;
+    Number<T>* grad;
     Reading<T> reading;  // of the factor
-    const T* mean;
+    const Number<T>* mean;
     double* sums;
     const T *normed, *more;  // the batch norm's input; or null
     bool past = false;
     Soon soon{};
+    const T* narrow_weight = nullptr;  // see Sum
 };
 
 // One channel of batch normalisation: z = x * scale + shift (+ residual), rectified if asked.
 template <class T>
 struct Norm {
     int64_t len;
-    T scale, shift;
+    Number<T> scale, shift;
     bool relu;
 };
 
@@ -110,7 +147,7 @@ struct Norm {
 template <class T>
 struct NormGrad {
     int64_t len;  // of all runs of the channel together
-    T mean, inverse_std, scale, shift;  // scale = weight * inverse_std
+    Number<T> mean, inverse_std, scale, shift;  // scale = weight * inverse_std
     bool relu, training;
 };
 
@@ -151,7 +188,7 @@ struct Instruction {
 template <class T>
 struct LayerNorm {
     int64_t channels, step;
-    const T *weight, *bias;  // or null: 1 and 0
+    const Number<T> *weight, *bias;  // or null: 1 and 0
     double eps;
     bool centered;  // else root mean square normalisation
 };
@@ -170,7 +207,7 @@ struct Table {
     void (*transpose)(const T* in, int64_t in_row, T* out, int64_t out_row, int64_t rows, int64_t cols);
     double (*total)(const T* x, int64_t len);
     void (*totals)(const T* x, int64_t step, int64_t count, int64_t len, double* sums);  // of pieces, added to sums
-    double (*variation)(const T* x, int64_t len, T mean);  // sum of (x - mean)^2
+    double (*variation)(const T* x, int64_t len, Number<T> mean);  // sum of (x - mean)^2
     void (*normalize)(const Norm<T>&, const T* x, const T* residual, T* z);
     // sums = (sum of g, sum of g * xhat), g = dz (plus `more`, unless null) where z was not cut off (z null:
     // recomputed from x); g is written unless null
@@ -187,14 +224,25 @@ struct Table {
     void (*mean_pool)(const Pool&, const T* x, T* y);
     void (*mean_pool_gradient)(const Pool&, const T* dy, T* dx);
     // elements [first, first + len) of a tensor
-    void (*drop_out)(const T* x, int64_t first, int64_t len, uint32_t limit, T scale, uint64_t seed, T* y);
+    void (*drop_out)(const T* x, int64_t first, int64_t len, uint32_t limit, Number<T> scale, uint64_t seed, T* y);
     // a program on one tile; an instruction may write the slot that it reads
-    void (*pointwise)(const Instruction* program, int64_t count, T* const* slots, int64_t len);
+    void (*pointwise)(const Instruction* program, int64_t count, Number<T>* const* slots, int64_t len);
+};
+
+// Layer normalisation of X that gives Y.
+template <class X, class Y>
+struct LayerNormTable {
     // some columns, with their means and inverse standard deviations
-    void (*layer_norm)(const LayerNorm<T>&, int64_t columns, const T* x, T* y, T* mean, T* scale);
+    void (*layer_norm)(const LayerNorm<X>&, int64_t columns, const X* x, Y* y, Number<X>* mean, Number<X>* scale);
     // sums[2*c] and sums[2*c + 1], vectors: the gradients of weight and bias of channel c, lane by lane
-    void (*layer_norm_gradient)(const LayerNorm<T>&, int64_t columns, const T* x, const T* dy, const T* mean, const T* scale,
-                                T* dx, T* sums);
+    void (*layer_norm_gradient)(const LayerNorm<X>&, int64_t columns, const X* x, const Y* dy, const Number<X>* mean,
+                                const Number<X>* scale, X* dx, Number<X>* sums);
+};
+
+// From one element type to another.
+struct Conversions {
+    void (*widen)(const bfloat16* x, int64_t len, float* y);
+    void (*narrow)(const float* x, int64_t len, bfloat16* y);
 };
 
 // The loops that look at index vectors before any other loop does.
@@ -207,6 +255,12 @@ struct InstructionSet {
     const char* name;
     Table<float> f32;
     Table<double> f64;
+    Table<bfloat16> bf16;
+    LayerNormTable<float, float> norm_f32;
+    LayerNormTable<double, double> norm_f64;
+    LayerNormTable<bfloat16, bfloat16> norm_bf16;
+    LayerNormTable<float, bfloat16> norm_mixed;
+    Conversions conversions;
     Bounds bounds;
 };
 
@@ -219,6 +273,10 @@ const InstructionSet& instruction_set();
 }
 namespace avx512 {
 const InstructionSet& instruction_set();
+}
+// The same with products of pairs of bfloat16, where the compiler knows them: else null.
+namespace avx512_bf16 {
+const InstructionSet* instruction_set();
 }
 #endif
 

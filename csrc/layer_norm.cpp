@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "deal.h"
+#include "dispatch.h"
 
 namespace rewire {
 namespace {
@@ -32,9 +33,10 @@ LayerNorm<T> one(const LayerNorms<T>& of) {
 
 }  // namespace
 
-template <class T>
-void layer_norm(const Table<T>& table, const LayerNorms<T>& of, const T* x, T* y, T* mean, T* scale, int threads) {
-    const LayerNorm<T> norm = one(of);
+template <class X, class Y>
+void layer_norm(const LayerNorms<X>& of, const X* x, Y* y, Number<X>* mean, Number<X>* scale, int threads) {
+    const LayerNormTable<X, Y>& table = layer_norm_table<X, Y>();
+    const LayerNorm<X> norm = one(of);
     const int64_t count = piece_count(of), each = std::max<int64_t>(1, (1 << 14) / (of.channels * kColumns));
     parallel_for((count + each - 1) / each, worth(of.panels * of.channels * of.columns, threads), [&](int64_t task) {
         pieces_of(of, task * each, std::min(count, (task + 1) * each), [&](int64_t at, int64_t columns, int64_t column) {
@@ -43,16 +45,18 @@ void layer_norm(const Table<T>& table, const LayerNorms<T>& of, const T* x, T* y
     });
 }
 
-template <class T>
-void layer_norm_gradient(const Table<T>& table, const LayerNorms<T>& of, const T* x, const T* dy, const T* mean,
-                         const T* scale, T* dx, T* dweight, T* dbias, int threads) {
-    const LayerNorm<T> norm = one(of);
-    const int64_t count = piece_count(of), parts = std::min(kParts, count), lanes = table.sum_tile / 4;
+template <class X, class Y>
+void layer_norm_gradient(const LayerNorms<X>& of, const X* x, const Y* dy, const Number<X>* mean, const Number<X>* scale, X* dx,
+                         Number<X>* dweight, Number<X>* dbias, int threads) {
+    using N = Number<X>;
+    const LayerNormTable<X, Y>& table = layer_norm_table<X, Y>();
+    const LayerNorm<X> norm = one(of);
+    const int64_t count = piece_count(of), parts = std::min(kParts, count), lanes = rewire::table<X>().sum_tile / 4;
     const bool sums = dweight || dbias;
-    const Scratch<T> all(sums ? parts * 2 * of.channels * lanes : 0);
+    const Scratch<N> all(sums ? parts * 2 * of.channels * lanes : 0);
     parallel_for(parts, worth(of.panels * of.channels * of.columns, threads), [&](int64_t part) {
-        T* const mine = sums ? all.get() + part * 2 * of.channels * lanes : nullptr;
-        if (sums) std::fill_n(mine, 2 * of.channels * lanes, T(0));
+        N* const mine = sums ? all.get() + part * 2 * of.channels * lanes : nullptr;
+        if (sums) std::fill_n(mine, 2 * of.channels * lanes, N(0));
         pieces_of(of, count * part / parts, count * (part + 1) / parts, [&](int64_t at, int64_t columns, int64_t column) {
             table.layer_norm_gradient(norm, columns, x + at, dy + at, of.centered ? mean + column : nullptr, scale + column,
                                       dx ? dx + at : nullptr, mine);
@@ -62,12 +66,12 @@ void layer_norm_gradient(const Table<T>& table, const LayerNorms<T>& of, const T
         double weight = 0, bias = 0;
         for (int64_t part = 0; part < parts; part++)
             for (int64_t q = 0; q < lanes; q++) {
-                const T* const from = all.get() + (part * of.channels + c) * 2 * lanes + q;
+                const N* const from = all.get() + (part * of.channels + c) * 2 * lanes + q;
                 weight += double(from[0]);
                 bias += double(from[lanes]);
             }
-        if (dweight) dweight[c] = T(weight);
-        if (dbias) dbias[c] = T(bias);
+        if (dweight) dweight[c] = N(weight);
+        if (dbias) dbias[c] = N(bias);
     }
 }
 
@@ -80,13 +84,18 @@ void transpose_each(const Table<T>& table, const T* x, int64_t matrices, int64_t
     });
 }
 
-#define REWIRE_INSTANTIATE(T)                                                                                              \
-    template void layer_norm<T>(const Table<T>&, const LayerNorms<T>&, const T*, T*, T*, T*, int);                         \
-    template void layer_norm_gradient<T>(const Table<T>&, const LayerNorms<T>&, const T*, const T*, const T*, const T*,    \
-                                         T*, T*, T*, int);                                                                 \
-    template void transpose_each<T>(const Table<T>&, const T*, int64_t, int64_t, int64_t, T*, int);
+#define REWIRE_INSTANTIATE(X, Y)                                                                                           \
+    template void layer_norm<X, Y>(const LayerNorms<X>&, const X*, Y*, Number<X>*, Number<X>*, int);                       \
+    template void layer_norm_gradient<X, Y>(const LayerNorms<X>&, const X*, const Y*, const Number<X>*, const Number<X>*,  \
+                                            X*, Number<X>*, Number<X>*, int);
 
-REWIRE_INSTANTIATE(float)
-REWIRE_INSTANTIATE(double)
+REWIRE_INSTANTIATE(float, float)
+REWIRE_INSTANTIATE(double, double)
+REWIRE_INSTANTIATE(bfloat16, bfloat16)
+REWIRE_INSTANTIATE(float, bfloat16)
+
+template void transpose_each<float>(const Table<float>&, const float*, int64_t, int64_t, int64_t, float*, int);
+template void transpose_each<double>(const Table<double>&, const double*, int64_t, int64_t, int64_t, double*, int);
+template void transpose_each<bfloat16>(const Table<bfloat16>&, const bfloat16*, int64_t, int64_t, int64_t, bfloat16*, int);
 
 }  // namespace rewire

@@ -34,10 +34,10 @@ class Affine {
    public:
     explicit Affine(const BatchNorm<T>* norm) : norm_(norm) {
         if (!norm) return;
-        scale_ = Scratch<T>(2 * norm->channels);
+        scale_ = Scratch<Number<T>>(2 * norm->channels);
         for (int64_t c = 0; c < norm->channels; c++) {
-            scale_[c] = T(norm->scale(c));
-            scale_[norm->channels + c] = T(norm->shift(c));
+            scale_[c] = Number<T>(norm->scale(c));
+            scale_[norm->channels + c] = Number<T>(norm->shift(c));
         }
     }
     Reading<T> reading() const {
@@ -47,7 +47,7 @@ class Affine {
 
    private:
     const BatchNorm<T>* norm_;
-    Scratch<T> scale_;
+    Scratch<Number<T>> scale_;
 };
 
 template <class T>
@@ -57,7 +57,7 @@ bool starts_line(const T* p) {
 
 template <class T>
 void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const Source<T>& source, int64_t rows,
-             int64_t count, T* mean, T* variance, int threads) {
+             int64_t count, Number<T>* mean, Number<T>* variance, int threads) {
     const Sweep<T> sweep(table, {&plan}, source, threads);
     if (!sweep.tasks() || !rows) return;
     const bool past = plan.past(rows, sizeof(T)) && starts_line(sum.dst);
@@ -85,8 +85,8 @@ void run_sum(const Table<T>& table, const Sum<T>& sum, const Plan& plan, const S
             middle += gap * n / count_all;
             variation += one.squares - one.sum * one.sum / n + gap * gap * n * (count_all - n) / count_all;
         }
-        mean[row] = T(middle);
-        variance[row] = T(std::max(variation, 0.0) / count_all);
+        mean[row] = Number<T>(middle);
+        variance[row] = Number<T>(std::max(variation, 0.0) / count_all);
     }
 }
 
@@ -102,7 +102,7 @@ template <class T>
 struct Pass {
     Plan plan;
     Offsets offsets;
-    Scratch<T> weight;
+    Weights<T> weight;
 };
 
 // grad[places[e]] = the sum over all positions for entry e of a pass (places null: e itself). The tasks are dealt
@@ -110,7 +110,7 @@ struct Pass {
 // thread did what. `totals`, or null: receives the sums of the source's channels.
 template <class T>
 void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<const Pass<T>*>& passes,
-              const Source<T>& source, int64_t rows, T* grad, double* totals, int threads) {
+              const Source<T>& source, int64_t rows, Number<T>* grad, double* totals, int threads) {
     std::vector<const Plan*> plans;
     int64_t count = 0, most = 0;
     for (const Pass<T>* pass : passes) {
@@ -128,7 +128,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     if (!sweep.tasks() || !rows) {
         for (const Pass<T>* pass : passes)
             for (int64_t e = 0; e < pass->offsets.count; e++)
-                grad[pass->offsets.places ? pass->offsets.places[e] : e] = T(0);
+                grad[pass->offsets.places ? pass->offsets.places[e] : e] = 0;
         return;
     }
     threads = worth((count + rows) * sweep.elements(), threads);
@@ -136,13 +136,13 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     const auto cuts = cut_rows(passes[size_t(most)]->offsets.entries, rows, sweep.row_blocks(parts, threads));
     const int64_t blocks = int64_t(cuts.size()) - 1;
     const bool past = dots.dst && plan.past(rows, sizeof(T)) && starts_line(dots.dst);
-    const Scratch<T> sums(parts * count);  // by pass, then part
+    const Scratch<Number<T>> sums(parts * count);  // by pass, then part
     std::vector<double> before_sums(dots.sums ? size_t(parts * rows * 2) : 0);
     std::vector<double> channel_sums(totals ? size_t(parts * plan.channels) : 0);
     parallel_for(parts * blocks, threads, [&](int64_t task) {
         const int64_t part = task / blocks, row0 = cuts[size_t(task % blocks)], row1 = cuts[size_t(task % blocks + 1)];
         std::vector<Dots<T>> mine;
-        T* start = sums.get();
+        Number<T>* start = sums.get();
         for (const Pass<T>* pass : passes) {
             const Entries& entries = pass->offsets.entries;
             const int64_t taps = entries.taps_h * entries.taps_w;
@@ -151,9 +151,10 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
             mine.back().past = past;
             mine.back().entries = entries;
             mine.back().weight = pass->weight.get();
+            mine.back().narrow_weight = pass->weight.narrow();
             mine.back().grad = start + part * pass->offsets.count;
             if (dots.sums) mine.back().sums = &before_sums[size_t(part * rows * 2)];
-            std::memset(mine.back().grad + first, 0, sizeof(T) * size_t(last - first));
+            std::memset(mine.back().grad + first, 0, sizeof(Number<T>) * size_t(last - first));
             start += parts * pass->offsets.count;
         }
         double* const channels = totals ? &channel_sums[size_t(part * plan.channels)] : nullptr;
@@ -173,7 +174,7 @@ void run_dots(const Table<T>& table, const Dots<T>& dots, const std::vector<cons
     });
     if (dots.sums) add_parts(before_sums, parts, dots.sums);
     if (totals) add_parts(channel_sums, parts, totals);
-    const T* start = sums.get();
+    const Number<T>* start = sums.get();
     for (const Pass<T>* pass : passes) {
         join_parts(start, parts, pass->offsets.count, pass->offsets.places, grad, threads);
         start += parts * pass->offsets.count;
@@ -251,50 +252,52 @@ std::vector<Plan> backward_plans(const Geometry& g, int tile, int64_t connection
 }  // namespace
 
 template <class T>
-void forward(const Table<T>& table, const Geometry& shape, const ByOutput& a, const T* values, const T* bias,
-             const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads) {
+void forward(const Table<T>& table, const Geometry& shape, const ByOutput& a, const Number<T>* values,
+             const Number<T>* bias, const T* x, const BatchNorm<T>* norm, T* y, bool relu, Number<T>* mean,
+             Number<T>* variance, int threads) {
     const Geometry g = flat(shape, table.sum_tile);
     const Plan plan = forward_plan<T>(g, table.sum_tile, norm ? -1 : a.ptr[g.out_channels], a.ptr[g.out_channels]);
     const Offsets offsets = forward_offsets(g, a, plan);
     const Affine<T> affine(norm);
-    run_sum<T>(table,
-               {offsets.entries, values, nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr},
-               plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
+    const Weights<T> weight(values, nullptr, offsets.count, threads);
+    Sum<T> sum{offsets.entries, weight.get(), nullptr, plan.step(), y, plan.to.channels * plan.to.lane, bias, relu, nullptr};
+    sum.narrow_weight = weight.narrow();
+    run_sum<T>(table, sum, plan, {x, affine.reading()}, g.out_channels, offsets.count, mean, variance, threads);
 }
 
 template <class T>
-void input_gradient(const Table<T>& table, const Geometry& shape, const ByInput& a, const T* values, const T* dy,
+void input_gradient(const Table<T>& table, const Geometry& shape, const ByInput& a, const Number<T>* values, const T* dy,
                     T* dx, int threads) {
     const Geometry g = flat(shape, table.sum_tile);
     const int64_t all = a.ptr[g.in_channels * g.taps()];
     for (const Plan& plan : backward_plans<T>(g, table.sum_tile, all, all)) {
         const Offsets offsets = backward_offsets(g, a, plan);
-        const auto weight = gather(values, offsets.places, offsets.count, threads);
-        run_sum<T>(table,
-                   {offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
-                    nullptr},
-                   plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
+        const Weights<T> weight(values, offsets.places, offsets.count, threads);
+        Sum<T> sum{offsets.entries, weight.get(), nullptr, plan.step(), dx, plan.to.channels * plan.to.lane, nullptr, false,
+                   nullptr};
+        sum.narrow_weight = weight.narrow();
+        run_sum<T>(table, sum, plan, {dy}, g.in_channels, offsets.count, nullptr, nullptr, threads);
     }
 }
 
 template <class T>
 void weight_gradient(const Table<T>& table, const Geometry& shape, const ByOutput& a, const T* x, const T* dy,
-                     const Reading<T>& reading, T* grad, T* bias, int threads) {
+                     const Reading<T>& reading, Number<T>* grad, Number<T>* bias, int threads) {
     const Geometry g = flat(shape, table.sum_tile);
     Plan plan = forward_plan<T>(g, table.dots_tile, a.ptr[g.out_channels], a.ptr[g.out_channels]);
     Offsets offsets = forward_offsets(g, a, plan);
     const int64_t step = plan.step(), row = plan.to.channels * plan.to.lane;
-    const Pass<T> pass{std::move(plan), std::move(offsets), {}};
+    const Pass<T> pass{std::move(plan), std::move(offsets), Weights<T>(nullptr, nullptr, 0, threads)};
     std::vector<double> sums(bias || !reading.plain() ? size_t(2 * g.out_channels) : 0);
     run_dots<T>(table,
                 {{}, nullptr, nullptr, step, dy, nullptr, row, nullptr, reading, nullptr,
                  sums.empty() ? nullptr : sums.data(), nullptr, nullptr},
                 {&pass}, {x}, g.out_channels, grad, nullptr, threads);
-    for (int64_t o = 0; bias && o < g.out_channels; o++) bias[o] = T(sums[size_t(2 * o)]);
+    for (int64_t o = 0; bias && o < g.out_channels; o++) bias[o] = Number<T>(sums[size_t(2 * o)]);
 }
 
 template <class T>
-void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, const T* values, const T* x,
+void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, const Number<T>* values, const T* x,
                const Before<T>& before, const T* dy, const Reading<T>& reading, const Gradients<T>& out, int threads) {
     const Geometry g = flat(shape, table.sum_tile);
     const BatchNorm<T>* norm = before.norm;
@@ -307,7 +310,7 @@ void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, c
     const int64_t connections = a.ptr[g.in_channels * g.taps()];
     for (Plan& plan : backward_plans<T>(g, table.dots_tile, reading.plain() ? connections : -1, connections)) {
         Offsets offsets = backward_offsets(g, a, plan);
-        auto weight = gather(values, offsets.places, offsets.count, threads);
+        Weights<T> weight(values, offsets.places, offsets.count, threads);
         passes.push_back({std::move(plan), std::move(offsets), std::move(weight)});
     }
     std::vector<const Pass<T>*> all;  // of them read the same rows
@@ -318,17 +321,17 @@ void gradients(const Table<T>& table, const Geometry& shape, const ByInput& a, c
                  factor, norm ? norm->mean : nullptr, sums.empty() ? nullptr : sums.data(),
                  !norm ? nullptr : before.summed() ? before.input : x, before.more},
                 all, {dy, reading}, g.in_channels, out.values, out.bias ? totals.data() : nullptr, threads);
-    for (size_t c = 0; c < totals.size(); c++) out.bias[c] = T(totals[c]);
-    for (size_t c = 0; out.rectified && c < size_t(g.in_channels); c++) out.rectified[c] = T(sums[2 * c]);
+    for (size_t c = 0; c < totals.size(); c++) out.bias[c] = Number<T>(totals[c]);
+    for (size_t c = 0; out.rectified && c < size_t(g.in_channels); c++) out.rectified[c] = Number<T>(sums[2 * c]);
     if (norm) batch_norm_gradient(table, *norm, before.summed() ? before.input : x, sums.data(), out.dx, out.norm, threads);
 }
 
 template <class T>
-void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, T* sums, int threads) {
+void row_sums(const Table<T>& table, const T* x, int64_t rows, int64_t len, Number<T>* sums, int threads) {
     const int64_t block = 16;
     parallel_for((rows + block - 1) / block, worth(rows * len / 4, threads), [&](int64_t b) {
         for (int64_t r = b * block; r < std::min(rows, (b + 1) * block); r++)
-            sums[r] = T(table.total(x + r * len, len));
+            sums[r] = Number<T>(table.total(x + r * len, len));
     });
 }
 
@@ -351,17 +354,19 @@ void transpose(const Table<T>& table, const T* in, int64_t rows, int64_t cols, T
 }
 
 #define REWIRE_INSTANTIATE(T)                                                                                       \
-    template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*, const T*,       \
-                             const BatchNorm<T>*, T*, bool, T*, T*, int);                                           \
-    template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*, T*, int); \
+    template void forward<T>(const Table<T>&, const Geometry&, const ByOutput&, const Number<T>*, const Number<T>*, \
+                             const T*, const BatchNorm<T>*, T*, bool, Number<T>*, Number<T>*, int);                 \
+    template void input_gradient<T>(const Table<T>&, const Geometry&, const ByInput&, const Number<T>*, const T*,   \
+                                    T*, int);                                                                       \
     template void weight_gradient<T>(const Table<T>&, const Geometry&, const ByOutput&, const T*, const T*,         \
-                                     const Reading<T>&, T*, T*, int);                                               \
-    template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const T*, const T*,                \
+                                     const Reading<T>&, Number<T>*, Number<T>*, int);                               \
+    template void gradients<T>(const Table<T>&, const Geometry&, const ByInput&, const Number<T>*, const T*,        \
                                const Before<T>&, const T*, const Reading<T>&, const Gradients<T>&, int);            \
-    template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);                                \
+    template void row_sums<T>(const Table<T>&, const T*, int64_t, int64_t, Number<T>*, int);                        \
     template void transpose<T>(const Table<T>&, const T*, int64_t, int64_t, T*, int);
 
 REWIRE_INSTANTIATE(float)
 REWIRE_INSTANTIATE(double)
+REWIRE_INSTANTIATE(bfloat16)
 
 }  // namespace rewire

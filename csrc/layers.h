@@ -40,18 +40,18 @@ struct ByInput {
 // `norm`, or null: x is the input of a batch norm whose output is what the layer reads. `mean` and
 // `variance`, or null: those of each output channel.
 template <class T>
-void forward(const Table<T>&, const Geometry&, const ByOutput&, const T* values, const T* bias,
-             const T* x, const BatchNorm<T>* norm, T* y, bool relu, T* mean, T* variance, int threads);
+void forward(const Table<T>&, const Geometry&, const ByOutput&, const Number<T>* values, const Number<T>* bias,
+             const T* x, const BatchNorm<T>* norm, T* y, bool relu, Number<T>* mean, Number<T>* variance, int threads);
 
 template <class T>
-void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* dy,
+void input_gradient(const Table<T>&, const Geometry&, const ByInput&, const Number<T>* values, const T* dy,
                     T* dx, int threads);
 
 // grad[e] = sum over positions of dy times x, for the connections e of `by_output`. dy is read as said (as it is, with
 // a gate, or plus another tensor); `bias`, or null: receives its sum by channel.
 template <class T>
 void weight_gradient(const Table<T>&, const Geometry&, const ByOutput&, const T* x, const T* dy, const Reading<T>&,
-                     T* grad, T* bias, int threads);
+                     Number<T>* grad, Number<T>* bias, int threads);
 
 // A batch norm before a layer. Where `summed`, the layer's input is a rectified sum of its output and something else;
 // then `input` is the batch norm's input, `more` another gradient of the sum, or null, and factors are asked for.
@@ -68,19 +68,20 @@ struct Before {
 // gradient of that one's input, and this its sum by channel.
 template <class T>
 struct Gradients {
-    T *dx, *values, *bias;
+    T* dx;
+    Number<T> *values, *bias;
     NormGradients<T> norm;
-    T* rectified;
+    Number<T>* rectified;
 };
 
 // All gradients in one pass over dy, which is read as said.
 template <class T>
-void gradients(const Table<T>&, const Geometry&, const ByInput&, const T* values, const T* x, const Before<T>&,
+void gradients(const Table<T>&, const Geometry&, const ByInput&, const Number<T>* values, const T* x, const Before<T>&,
                const T* dy, const Reading<T>&, const Gradients<T>&, int threads);
 
 // sums[r] = sum of the r-th row
 template <class T>
-void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, T* sums, int threads);
+void row_sums(const Table<T>&, const T* x, int64_t rows, int64_t len, Number<T>* sums, int threads);
 
 template <class T>
 void transpose(const Table<T>&, const T* in, int64_t rows, int64_t cols, T* out, int threads);

@@ -19,10 +19,10 @@ REWIRE_INLINE Vec<T> magnitude(Vec<T> x) {
 
 REWIRE_INLINE Vec<float> exponential(Vec<float> x) {
     // Beyond these the result is 0 or infinity; a comparison with NaN is false, so NaN is kept.
-    const Vec<float> low = broadcast(-104.0f), high = broadcast(89.0f);
+    const Vec<float> low = broadcast<float>(-104.0f), high = broadcast<float>(89.0f);
     x = x < low ? low : x;
     x = x > high ? high : x;
-    const Vec<float> magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+    const Vec<float> magic = broadcast<float>(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
     const Vec<float> n = (x * 1.44269504088896341f + magic) - magic;
     Vec<float> r = x - n * 0.693359375f;
     r = r + n * 2.12194440e-4f;
@@ -54,7 +54,7 @@ REWIRE_INLINE Vec<float> hyperbolic_tangent(Vec<float> x) {
     p = p * z - 3.33332819422e-1f;
     const Vec<float> near = p * z * x + x;
     const Vec<float> far = 1.0f - 2.0f / (exponential(a + a) + 1.0f);
-    return a < broadcast(0.625f) ? near : (x < Vec<float>{} ? -far : far);
+    return a < broadcast<float>(0.625f) ? near : (x < Vec<float>{} ? -far : far);
 }
 REWIRE_INLINE Vec<double> hyperbolic_tangent(Vec<double> x) {
     return by_lane<double>(x, [](double v) { return std::tanh(v); });
@@ -81,7 +81,7 @@ REWIRE_INLINE Vec<float> error_function(Vec<float> x) {
     p = p * t + 1.00002368f;
     p = p * t - 1.26551223f;
     const Vec<float> far = 1.0f - t * exponential(p - z);
-    return a < broadcast(0.9f) ? near : (x < Vec<float>{} ? -far : far);
+    return a < broadcast<float>(0.9f) ? near : (x < Vec<float>{} ? -far : far);
 }
 REWIRE_INLINE Vec<double> error_function(Vec<double> x) {
     return by_lane<double>(x, [](double v) { return std::erf(v); });

@@ -35,8 +35,7 @@ REWIRE_INLINE double block_sum(int64_t len, Value&& value) {
         for (; i + 4 * lanes <= end; i += 4 * lanes)
             for (int q = 0; q < 4; q++) acc[q] += value(i + q * lanes, lanes);
         for (; i < end; i += lanes) acc[0] += value(i, end - i < lanes ? int(end - i) : lanes);
-        T part[lanes];
-        store(part, (acc[0] + acc[1]) + (acc[2] + acc[3]));
+        const Vec<T> part = (acc[0] + acc[1]) + (acc[2] + acc[3]);
         for (int q = 0; q < lanes; q++) sum += double(part[q]);
     }
     return sum;
@@ -58,7 +57,7 @@ void totals(const T* x, int64_t step, int64_t count, int64_t len, double* sums) 
             const T* one = x + (k + q) * step;
             all[q] = (load<T>(one) + load<T>(one + lanes)) + (load<T>(one + 2 * lanes) + load<T>(one + 3 * lanes));
         }
-        T four[4] = {};
+        Number<T> four[4] = {};
         add_sums(four, all);
         for (int q = 0; q < 4; q++) sums[k + q] += double(four[q]);
     }
@@ -66,7 +65,7 @@ void totals(const T* x, int64_t step, int64_t count, int64_t len, double* sums) 
 }
 
 template <class T>
-double variation(const T* x, int64_t len, T mean) {
+double variation(const T* x, int64_t len, Number<T> mean) {
     const Vec<T> m = broadcast<T>(mean);
     return block_sum<T>(len, [&](int64_t i, int n) REWIRE_BODY {
         Vec<T> d = get(x + i, n) - m;
@@ -130,8 +129,8 @@ void norm_sums(const NormGrad<T>& p, int64_t all, const T* x, const T* z, const 
 template <class T>
 void norm_gradient(const NormGrad<T>& p, const double* sums, int64_t len, const T* x, const T* z, const T* dz,
                    const T* more, T* dx, T* dresidual) {
-    const T mean_g = p.training ? T(sums[0] / double(p.len)) : T(0);
-    const T mean_gx = p.training ? T(sums[1] / double(p.len)) * p.inverse_std : T(0);
+    const auto mean_g = p.training ? Number<T>(sums[0] / double(p.len)) : 0;
+    const auto mean_gx = p.training ? Number<T>(sums[1] / double(p.len)) * p.inverse_std : 0;
     for_each_vector<T>(len, [&](int64_t i, int n) REWIRE_BODY {
         const Vec<T> v = get(x + i, n);
         const Vec<T> g = passed(p, v, z, dz, more, i, n);

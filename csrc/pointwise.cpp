@@ -1,8 +1,9 @@
 #include "pointwise.h"
 
 #include <algorithm>
-#include <cstring>
+#include <type_traits>
 
+#include "dispatch.h"
 #include "parallel.h"
 
 namespace rewire {
@@ -18,14 +19,14 @@ bool contiguous(const Strides5& s, const Loops5& loops) {
 }
 
 // Elements [first, first + len) of a run, where they are not one after another.
-template <class T>
-void gather(const T* from, const Strides5& s, const Loops5& loops, int64_t first, int64_t len, T* to) {
+template <class E, class T>
+void gather(const E* from, const Strides5& s, const Loops5& loops, int64_t first, int64_t len, T* to) {
     int64_t w = first / loops.piece, p = first % loops.piece;
     for (int64_t done = 0; done < len; w++, p = 0) {
         const int64_t n = std::min(loops.piece - p, len - done);
-        const T* piece = from + w * s.width;
-        if (s.piece) std::memcpy(to + done, piece + p, size_t(n) * sizeof(T));
-        else std::fill_n(to + done, n, *piece);
+        const E* piece = from + w * s.width;
+        if (s.piece) std::copy_n(piece + p, n, to + done);
+        else std::fill_n(to + done, n, T(*piece));
         done += n;
     }
 }
@@ -54,13 +55,22 @@ class Worker {
             const int64_t len = std::min(tile_, all - first);
             for (size_t k = 0; k < of_.reads.size(); k++) {
                 const auto& read = of_.reads[k];
-                const T* from = read.data + offset(read.strides, at);
+                const int64_t start = offset(read.strides, at);
+                if (read.narrow) {
+                    bring(read, start, first, len, k);
+                    continue;
+                }
+                const T* from = read.data + start;
                 if (contiguous(read.strides, of_.loops)) slots_[k] = const_cast<T*>(from + first);
                 else if (!fixed_[k] || first == 0) gather(from, read.strides, of_.loops, first, len, slots_[k]);
             }
             for (const auto& write : of_.writes)
-                slots_[size_t(write.slot)] = write.data + offset(write.strides, at) + first;
+                if (!write.narrow) slots_[size_t(write.slot)] = write.data + offset(write.strides, at) + first;
             table_.pointwise(of_.program, of_.instructions, slots_.data(), len);
+            for (const auto& write : of_.writes)
+                if constexpr (std::is_same_v<T, float>)
+                    if (write.narrow)
+                        conversions().narrow(slots_[size_t(write.slot)], len, write.narrow + offset(write.strides, at) + first);
             done(first, len);
         }
     }
@@ -68,6 +78,15 @@ class Worker {
     const T* slot(int32_t s) const { return slots_[size_t(s)]; }
 
    private:
+    // A tile of a narrow tensor.
+    void bring(const PointwiseRead<T>& read, int64_t start, int64_t first, int64_t len, size_t k) {
+        if constexpr (std::is_same_v<T, float>) {
+            const bfloat16* from = read.narrow + start;
+            if (contiguous(read.strides, of_.loops)) conversions().widen(from + first, len, slots_[k]);
+            else if (!fixed_[k] || first == 0) gather(from, read.strides, of_.loops, first, len, slots_[k]);
+        }
+    }
+
     const Table<T>& table_;
     const Pointwise<T>& of_;
     std::vector<T> memory_;
@@ -115,11 +134,13 @@ void channel(const Table<T>& table, const Pointwise<T>& of, Worker<T>& worker, i
             });
     for (const Totals<T>& total : totals) {
         if (total.of.raw) total.of.raw[c * total.of.raw_step] = total.all[0];
-        if (!total.of.data) continue;
-        T* to = total.of.data + c * total.of.strides.outer[along];
-        const int64_t pieces = total.of.strides.piece ? loops.piece : 1;
-        for (size_t k = 0; k < total.all.size(); k++)
-            to[int64_t(k) / pieces * total.of.strides.outer[first] + int64_t(k) % pieces] = T(total.all[k]);
+        if (!total.of.data && !total.of.narrow) continue;
+        const int64_t start = c * total.of.strides.outer[along], pieces = total.of.strides.piece ? loops.piece : 1;
+        for (size_t k = 0; k < total.all.size(); k++) {
+            const int64_t to = start + int64_t(k) / pieces * total.of.strides.outer[first] + int64_t(k) % pieces;
+            if (total.of.narrow) total.of.narrow[to] = bfloat16(total.all[k]);
+            else total.of.data[to] = T(total.all[k]);
+        }
     }
 }
 

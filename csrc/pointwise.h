@@ -25,10 +25,12 @@ struct Strides5 {
     int64_t outer[3] = {0, 0, 0}, width = 0, piece = 0;
 };
 
+// Slots have elements of type T; tensors have so, too, or they are narrow: bfloat16.
 template <class T>
 struct PointwiseRead {
     const T* data;
     Strides5 strides;
+    const bfloat16* narrow = nullptr;  // instead of data
 };
 
 // A slot that is written to a tensor of full shape.
@@ -37,6 +39,7 @@ struct PointwiseWrite {
     int32_t slot;
     T* data;
     Strides5 strides;
+    bfloat16* narrow = nullptr;  // instead of data
 };
 
 // A slot that is summed over all loops where the strides are 0. Strides are 0 along the width, and not along channels; along
@@ -48,6 +51,7 @@ struct PointwiseSum {
     Strides5 strides;
     double* raw;      // sums by channel, one or two apart, or null
     int64_t raw_step;
+    bfloat16* narrow = nullptr;  // instead of data
 };
 
 template <class T>

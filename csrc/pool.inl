@@ -13,6 +13,9 @@ struct IndexOf<double> {
     typedef int64_t type __attribute__((vector_size(kBytes)));
 };
 
+template <>
+struct IndexOf<bfloat16> : IndexOf<float> {};
+
 // A vector's worth of taps, as they are kept: a byte each.
 template <class T>
 struct BytesOf {
@@ -24,10 +27,10 @@ template <class T>
 REWIRE_INLINE typename IndexOf<T>::type load_taps(const uint8_t* p) {
     using Index = typename IndexOf<T>::type;
 #if defined(REWIRE_AVX512)
-    if constexpr (sizeof(T) == 4) return (Index)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+    if constexpr (sizeof(Number<T>) == 4) return (Index)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
     return (Index)_mm512_cvtepu8_epi64(_mm_loadl_epi64((const __m128i*)p));
 #elif defined(REWIRE_AVX2)
-    if constexpr (sizeof(T) == 4) return (Index)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+    if constexpr (sizeof(Number<T>) == 4) return (Index)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
     int32_t four;
     std::memcpy(&four, p, sizeof four);
     return (Index)_mm256_cvtepu8_epi64(_mm_cvtsi32_si128(four));
@@ -194,7 +197,7 @@ void max_pool_gradient(const Pool& p, const NormGrad<T>* norms, int64_t row, con
 
 // One over the number of positions that torch takes the mean of one window over.
 template <class T>
-REWIRE_INLINE T share(const Pool& p, int64_t oh, int64_t ow) {
+REWIRE_INLINE Number<T> share(const Pool& p, int64_t oh, int64_t ow) {
     int64_t h0 = oh * p.sh - p.ph, w0 = ow * p.sw - p.pw;
     int64_t h1 = h0 + p.kh < p.height + p.ph ? h0 + p.kh : p.height + p.ph;
     int64_t w1 = w0 + p.kw < p.width + p.pw ? w0 + p.kw : p.width + p.pw;
@@ -204,7 +207,7 @@ REWIRE_INLINE T share(const Pool& p, int64_t oh, int64_t ow) {
         h1 = h1 > p.height ? p.height : h1;
         w1 = w1 > p.width ? p.width : w1;
     }
-    return T(1) / T((h1 - h0) * (w1 - w0));
+    return 1 / Number<T>((h1 - h0) * (w1 - w0));
 }
 
 template <class T>

@@ -18,10 +18,17 @@ struct Runs {
     }
 };
 
-// V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart.
+// V vectors at each of P positions, `step` elements apart; the last of V cut to `rest` lanes if kPart. Of bfloat16, each two
+// vectors that are whole hold the halves of a register.
 template <class T, int V, int P, bool kPart>
 struct Places {
+    static constexpr bool kPaired = std::is_same_v<T, bfloat16> && !kPart && V % 2 == 0;
+
     static REWIRE_INLINE Vec<T> get(const T* p, int64_t step, int i, int rest) {
+        if constexpr (kPaired) {
+            const Words words = load_words(p + i / V * step + i % V / 2 * (2 * kLanes<T>));
+            return i % 2 ? second_half(words) : first_half(words);
+        }
         p += i / V * step + i % V * kLanes<T>;
         if constexpr (kPart) {
             if (i % V == V - 1) return load_part(p, rest);
@@ -30,10 +37,29 @@ struct Places {
     }
     // `past`: the caches.
     static REWIRE_INLINE void put(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
+        if constexpr (kPaired) {
+#pragma GCC unroll 8
+            for (int i = 0; i < V * P; i += 2) {
+                T* const to = p + i / V * step + i % V * kLanes<T>;
+                const Words both = joined(v[i], v[i + 1]);
+                if (__builtin_expect(past, false)) store_past(to, both);
+                else std::memcpy(to, &both, sizeof both);
+            }
+            return;
+        } else {
+            put_each(p, step, v, rest, past);
+        }
+    }
+
+   private:
+    static REWIRE_INLINE void put_each(T* p, int64_t step, const Vec<T> (&v)[V * P], int rest, bool past) {
         const auto at = [=](int i) { return p + i / V * step + i % V * kLanes<T>; };
         if (!kPart && __builtin_expect(past, false)) {
 #pragma GCC unroll 8
-            for (int i = 0; i < V * P; i++) store_past(at(i), v[i]);
+            for (int i = 0; i < V * P; i++) {
+                if constexpr (std::is_same_v<T, bfloat16>) store<T>(at(i), v[i]);
+                else store_past(at(i), v[i]);
+            }
             return;
         }
 #pragma GCC unroll 8
@@ -94,13 +120,43 @@ struct SpreadRow {
     }
 };
 
+#if defined(REWIRE_BF16)
+// acc += the products of entries [e, end), two at a time: V vectors at each of P positions.
+template <int V, int P>
+REWIRE_INLINE void add_pairs(const bfloat16* weight, const int32_t* offset, int32_t e, int32_t end, const bfloat16* src,
+                             int64_t step, int64_t src_step, Vec<float> (&acc)[V * P]) {
+    constexpr int64_t words = 2 * kLanes<bfloat16>;
+    for (; e + 2 <= end; e += 2) {
+        const bfloat16 *from = src + offset[e] * step, *next = src + offset[e + 1] * step;
+        const Words w = broadcast_pair(weight + e);
+#pragma GCC unroll 8
+        for (int i = 0; i < V * P; i += 2) {
+            const int64_t at = i / V * src_step + i % V / 2 * words;
+            const Words a = load_words(from + at), b = load_words(next + at);
+            acc[i] = add_products(acc[i], interleave_low(a, b), w);
+            acc[i + 1] = add_products(acc[i + 1], interleave_high(a, b), w);
+        }
+    }
+    if (e < end) {
+        const bfloat16* from = src + offset[e] * step;
+        const Vec<float> w = broadcast<float>(weight[e]);
+#pragma GCC unroll 8
+        for (int i = 0; i < V * P; i += 2) {
+            const Words a = load_words(from + i / V * src_step + i % V / 2 * words);
+            acc[i] += w * first_half(a);
+            acc[i + 1] += w * second_half(a);
+        }
+    }
+}
+#endif
+
 // V vectors at each of P positions. The results go into `spread` too if kSpread.
 template <class T, int V, int P, bool kPart, bool kSpread>
 REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, int64_t src_step,
-                            T* dst, int64_t dst_step, T start, int rest, SpreadRow<T>& spread, int64_t ahead) {
+                            T* dst, int64_t dst_step, Number<T> start, int rest, SpreadRow<T>& spread, int64_t ahead) {
     using L = Places<T, V, P, kPart>;
     const int32_t* offset = p.entries.offset;
-    const T* weight = p.weight;
+    const Number<T>* weight = p.weight;
     const int64_t step = p.step;
     const bool past = p.past;
     for (int q = 0; !past && q < P; q++) write_soon<V>(dst + q * dst_step, ahead);
@@ -111,6 +167,12 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
+#if defined(REWIRE_BF16)
+        if constexpr (L::kPaired) {
+            add_pairs<V, P>(p.narrow_weight, offset, e, end, src, step, src_step, acc);
+            continue;
+        }
+#endif
         for (; V * P <= 4 && e + 2 <= end; e += 2) {
             const T *from = src + offset[e] * step, *next = src + offset[e + 1] * step;
             const Vec<T> w = broadcast<T>(weight[e]), v = broadcast<T>(weight[e + 1]);
@@ -141,11 +203,11 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
 
 // A single column: batch-1 inference.
 template <class T>
-REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst, T start,
+REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* ptr, const T* src, T* dst, Number<T> start,
                               int64_t step) {
-    constexpr int some = 16 / sizeof(T);
+    constexpr int some = 16 / sizeof(Number<T>);
     Short<T> acc[2] = {}, weight[2];
-    T sum = start;
+    Number<T> sum = start;
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
@@ -162,7 +224,7 @@ REWIRE_INLINE void sum_column(const Sum<T>& p, const Runs& runs, const int32_t* 
     }
     acc[0] += acc[1];
     for (int i = 0; i < some; i++) sum += acc[0][i];
-    *dst = p.relu && sum < 0 ? T(0) : sum;
+    *dst = T(p.relu && sum < 0 ? Number<T>(0) : sum);
 }
 
 // All rows of it at one position.
@@ -173,7 +235,7 @@ REWIRE_INLINE void sum_columns(const Sum<T>& p, const Tile& tile, const Runs& ru
     const int64_t taps = own.entries.taps_h * own.entries.taps_w;
     for (int64_t row = row0; row < row1; row++)
         sum_column(own, runs, own.entries.ptr + row * taps, own.src + tile.src, own.dst + row * own.row + tile.dst,
-                   own.start ? own.start[row] : T(0), step);
+                   own.start ? own.start[row] : 0, step);
 }
 
 // Adds what a row has just written, while it is in the nearest cache.
@@ -182,15 +244,15 @@ void spread_row(const T* x, int64_t step, int32_t count, int32_t len, Spread& to
     constexpr int lanes = kLanes<T>;
     if (!to.count) {
         for (int32_t i = 0; i < len; i++) to.pivot += double(x[i]);
-        to.pivot = double(T(to.pivot / len));
+        to.pivot = double(Number<T>(to.pivot / len));
     }
-    SpreadRow<T> row{broadcast<T>(T(to.pivot)), {}, {}};
-    T rest_sum = 0, rest_squares = 0;
+    SpreadRow<T> row{broadcast<T>(Number<T>(to.pivot)), {}, {}};
+    Number<T> rest_sum = 0, rest_squares = 0;
     for (int32_t k = 0; k < count; k++, x += step) {
         int32_t i = 0;
         for (; i + lanes <= len; i += lanes) row.add(load<T>(x + i));
         for (; i < len; i++) {
-            const T d = x[i] - T(to.pivot);
+            const Number<T> d = x[i] - Number<T>(to.pivot);
             rest_sum += d;
             rest_squares += d * d;
         }
@@ -243,7 +305,7 @@ REWIRE_INLINE void sum_row(const Sum<T>& p, const Group<T>& group, const Tile* t
     const Runs& runs = group.runs[t];
     constexpr int lanes = kLanes<T>;
     const int32_t* ptr = p.entries.ptr + row * p.entries.taps_h * p.entries.taps_w;
-    const T start = p.start ? p.start[row] : T(0);
+    const Number<T> start = p.start ? p.start[row] : 0;
     const T* src = p.src + tile.src;
     T* dst = p.dst + row * p.row + tile.dst;
     int32_t left = tile.count;
@@ -294,7 +356,7 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
             if (to) spread_row(p.dst + row * p.row + tile.dst, tile.dst_step, tile.count, tile.len, *to);
         }
         if (t == count) continue;
-        spread.middle = broadcast<T>(T(to->pivot));
+        spread.middle = broadcast<T>(Number<T>(to->pivot));
         for (; t < count; t++) {
             sum_row<T, true>(p, group, tiles, t, row, spread, asking);
             to->count += int64_t(tiles[t].count) * tiles[t].len;
@@ -307,7 +369,7 @@ void sum(const Sum<T>& p, const Tile* tiles, int64_t count, int64_t row0, int64_
 
 // dot + <factor, src of entry e>, lane by lane; the same loads feed acc += weight * src if kDst.
 template <class T, int V, int P, bool kPart, bool kDst>
-REWIRE_INLINE Vec<T> dot_entry(const T* from, int64_t step, T weight, const Vec<T> (&factor)[V * P],
+REWIRE_INLINE Vec<T> dot_entry(const T* from, int64_t step, Number<T> weight, const Vec<T> (&factor)[V * P],
                                Vec<T> (&acc)[V * P], int rest, Vec<T> dot = Vec<T>{}) {
     const Vec<T> w = broadcast<T>(weight);
 #pragma GCC unroll 8
@@ -333,10 +395,10 @@ struct Held {
         for (int32_t k = 0; k < end - first; k++) dots[k] = Vec<T>{};
         for (int32_t k = end - first; k % 4; k++) dots[k] = Vec<T>{};
     }
-    REWIRE_INLINE void add_to(T* grad) const {
+    REWIRE_INLINE void add_to(Number<T>* grad) const {
         for (int32_t e = first; e < end; e += 4) {
             const Vec<T>* d = dots + (e - first);
-            T sums[4] = {};
+            Number<T> sums[4] = {};
             add_sums(sums, {d[0], d[1], d[2], d[3]});
             for (int32_t q = 0; q < 4 && e + q < end; q++) grad[e + q] += sums[q];
         }
@@ -358,7 +420,7 @@ enum class Input { any, rectified, normed, read };
 template <class T>
 struct BeforeRow {
     static constexpr int kRun = 64;  // vectors that are added up before they count as doubles
-    T scale = 0, shift = 0, mean = 0, other = 0;
+    Number<T> scale = 0, shift = 0, mean = 0, other = 0;
     bool scaled = false, relu = false;
     Vec<T> sum = {}, sum_x = {};
     double total = 0, total_x = 0;
@@ -372,15 +434,63 @@ struct BeforeRow {
     }
 };
 
+#if defined(REWIRE_BF16)
+// The dot products of two entries with the factor; with kDst acc += both entries times their weights. The second entry may
+// be zeros.
+template <int V, int P, bool kDst>
+REWIRE_INLINE void dot_pair(const bfloat16* from, const bfloat16* next, int64_t step, int64_t next_step, Words w,
+                            const Words (&factor)[V * P / 2], Vec<float> (&acc)[V * P], Vec<float>& dot, Vec<float>& other) {
+#pragma GCC unroll 4
+    for (int i = 0; i < V * P; i += 2) {
+        const int64_t at = i % V / 2 * (2 * kLanes<bfloat16>);
+        Words a = load_words(from + i / V * step + at), b = load_words(next + i / V * next_step + at);
+        asm("" : "+v"(a), "+v"(b));  // loaded once
+        dot = add_products(dot, factor[i / 2], a);
+        other = add_products(other, factor[i / 2], b);
+        if constexpr (kDst) {
+            acc[i] = add_products(acc[i], interleave_low(a, b), w);
+            acc[i + 1] = add_products(acc[i + 1], interleave_high(a, b), w);
+        }
+    }
+}
+
+// Entries [e, end) of a row, two at a time.
+template <int V, int P, bool kDst>
+REWIRE_INLINE void dot_pairs(const Dots<bfloat16>& p, int32_t e, int32_t end, const bfloat16* src, int64_t src_step,
+                             const Words (&factor)[V * P / 2], Vec<float> (&acc)[V * P], Held<bfloat16>& held) {
+    static const bfloat16 zeros[V * kLanes<bfloat16>] = {};
+    const auto at = [&](int32_t k) REWIRE_BODY { return src + p.entries.offset[k] * p.step; };
+    const auto weights = [&](int32_t k) REWIRE_BODY { return kDst ? broadcast_pair(p.narrow_weight + k) : Words{}; };
+    const int32_t near = end < held.end ? end : held.end;
+    for (; e + 2 <= near; e += 2) {
+        Vec<float>* dots = held.dots + (e - held.first);
+        dot_pair<V, P, kDst>(at(e), at(e + 1), src_step, src_step, weights(e), factor, acc, dots[0], dots[1]);
+    }
+    for (; e < end; e += 2) {
+        const bool both = e + 1 < end, kept = e < near;
+        Vec<float> dot[4] = {};
+        uint32_t w = 0;
+        if (kDst) std::memcpy(&w, p.narrow_weight + e, both ? 4 : 2);
+        dot_pair<V, P, kDst>(at(e), both ? at(e + 1) : zeros, src_step, both ? src_step : 0, Words{} + w, factor, acc, dot[0],
+                             dot[1]);
+        if (kept) held.dots[e - held.first] += dot[0];
+        float sums[4] = {};
+        add_sums(sums, dot);
+        if (!kept) p.grad[e] += sums[0];
+        if (both) p.grad[e + 1] += sums[1];
+    }
+}
+#endif
+
 template <class T, int V, int P, bool kPart, bool kDst, Input kInput>
 REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& runs, const int32_t* ptr, const T* src,
                              int64_t here, int rest, Held<T>& held, BeforeRow<T>& before, int64_t ahead) {
     using L = Places<T, V, P, kPart>;
     constexpr int n = V * P;
     const int32_t* offset = p.entries.offset;
-    const T* weight = p.weight;
+    const Number<T>* weight = p.weight;
     const int64_t step = p.step, src_step = tile.src_step, dst_step = tile.dst_step;
-    T* grad = p.grad;
+    Number<T>* grad = p.grad;
     for (int q = 0; q < P; q++) {
         const int64_t at = here + q * dst_step;
         read_soon<V>(p.factor + at, ahead);
@@ -409,21 +519,37 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
         }
         acc[i] = Vec<T>{};
     }
-    const auto entry = [&](const T* from, T w, Vec<T> dot) REWIRE_BODY {
+#if defined(REWIRE_BF16)
+    Words narrow[(n + 1) / 2];  // the factor as such
+    if constexpr (L::kPaired) {
+#pragma GCC unroll 4
+        for (int i = 0; i < n; i += 2)
+            narrow[i / 2] = kInput == Input::any || kInput == Input::rectified
+                                ? load_words(p.factor + here + i / V * dst_step + i % V / 2 * (2 * kLanes<T>))
+                                : joined(factor[i], factor[i + 1]);
+    }
+#endif
+    const auto entry = [&](const T* from, Number<T> w, Vec<T> dot) REWIRE_BODY {
         return dot_entry<T, V, P, kPart, kDst>(from, src_step, w, factor, acc, rest, dot);
     };
     for (int32_t r = 0; r < runs.count; r++) {
         int32_t e = ptr[runs.begin + r * runs.step];
         const int32_t end = ptr[runs.end + r * runs.step];
+#if defined(REWIRE_BF16)
+        if constexpr (L::kPaired) {
+            dot_pairs<V, P, kDst>(p, e, end, src, src_step, narrow, acc, held);
+            continue;
+        }
+#endif
         for (const int32_t near = end < held.end ? end : held.end; e < near; e++) {
             Vec<T>& dot = held.dots[e - held.first];
-            dot = entry(src + offset[e] * step, kDst ? weight[e] : T(0), dot);
+            dot = entry(src + offset[e] * step, kDst ? weight[e] : 0, dot);
         }
         for (; e + 4 <= end; e += 4) {
             Vec<T> dot[4];
 #pragma GCC unroll 4
             for (int q = 0; q < 4; q++)
-                dot[q] = entry(src + offset[e + q] * step, kDst ? weight[e + q] : T(0), Vec<T>{});
+                dot[q] = entry(src + offset[e + q] * step, kDst ? weight[e + q] : 0, Vec<T>{});
             add_sums(grad + e, dot);
         }
         if (e < end) {  // one to three more, and nothing in place of the others: which it is cannot be foreseen
@@ -435,9 +561,9 @@ REWIRE_INLINE void dots_tile(const Dots<T>& p, const Tile& tile, const Runs& run
                 const int32_t k = here ? e + q : e;
                 const T* from = src + offset[k] * step;
                 dot[q] = dot_entry<T, V, P, kPart, kDst>(here ? from : zeros, here ? src_step : 0,
-                                                         kDst && here ? weight[k] : T(0), factor, acc, rest);
+                                                         kDst && here ? weight[k] : 0, factor, acc, rest);
             }
-            T sums[4] = {};
+            Number<T> sums[4] = {};
             add_sums(sums, dot);
             for (int q = 0; e + q < end; q++) grad[e + q] += sums[q];
         }

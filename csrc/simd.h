@@ -7,6 +7,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "kernels.h"
+
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
 #include <immintrin.h>
 #endif
@@ -31,16 +33,49 @@ template <>
 struct VecOf<double> {
     typedef double type __attribute__((vector_size(kBytes)));
 };
+template <>
+struct VecOf<bfloat16> : VecOf<float> {};
+// A vector of the numbers that elements of type T are computed in.
 template <class T>
 using Vec = typename VecOf<T>::type;
 template <class T>
-constexpr int kLanes = kBytes / static_cast<int>(sizeof(T));
+constexpr int kLanes = kBytes / static_cast<int>(sizeof(Number<T>));
 
 #define REWIRE_INLINE inline __attribute__((always_inline))
 #define REWIRE_BODY __attribute__((always_inline))  // of a lambda
 
+// bfloat16: the bits of floats as words, rounded to nearest even; NaN stays NaN.
+typedef uint32_t Words __attribute__((vector_size(kBytes)));
+REWIRE_INLINE Words rounded(Vec<float> v) {
+    const Words word = (Words)v;
+    return v == v ? word + (0x7FFFu + (word >> 16 & 1u)) : Words{} + 0x7FC00000u;
+}
+REWIRE_INLINE Vec<float> load_narrow(const bfloat16* p) {
+#if defined(REWIRE_AVX512)
+    return (Vec<float>)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(REWIRE_AVX2)
+    return (Vec<float>)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#else
+    Vec<float> v;
+    for (int i = 0; i < kLanes<float>; i++) v[i] = p[i];
+    return v;
+#endif
+}
+REWIRE_INLINE void store_narrow(bfloat16* p, Vec<float> v) {
+    const Words words = rounded(v) >> 16;
+#if defined(REWIRE_AVX512)
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)words));
+#elif defined(REWIRE_AVX2)
+    const __m128i low = _mm256_castsi256_si128((__m256i)words), high = _mm256_extracti128_si256((__m256i)words, 1);
+    _mm_storeu_si128((__m128i*)p, _mm_packus_epi32(low, high));
+#else
+    for (int i = 0; i < kLanes<float>; i++) p[i].bits = uint16_t(words[i]);
+#endif
+}
+
 template <class T>
 REWIRE_INLINE Vec<T> load(const T* p) {
+    if constexpr (std::is_same_v<T, bfloat16>) return load_narrow(p);
     Vec<T> v;
     std::memcpy(&v, p, sizeof v);
     return v;
@@ -48,56 +83,76 @@ REWIRE_INLINE Vec<T> load(const T* p) {
 
 template <class T>
 REWIRE_INLINE void store(T* p, Vec<T> v) {
-    std::memcpy(p, &v, sizeof v);
+    if constexpr (std::is_same_v<T, bfloat16>) return store_narrow(p, v);
+    else std::memcpy(p, &v, sizeof v);
 }
+
+// A register of bfloat16, and its elements as two vectors of floats: in another order than in memory, which is cheaper.
+REWIRE_INLINE Words load_words(const bfloat16* p) {
+    Words words;
+    std::memcpy(&words, p, sizeof words);
+    return words;
+}
+#if defined(REWIRE_BF16)
+// As words are interleaved, which is what products of pairs work on: four of each eight elements in either vector.
+REWIRE_INLINE Words interleave_low(Words a, Words b) { return (Words)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
+REWIRE_INLINE Words interleave_high(Words a, Words b) { return (Words)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
+REWIRE_INLINE Vec<float> first_half(Words words) { return (Vec<float>)interleave_low(Words{}, words); }
+REWIRE_INLINE Vec<float> second_half(Words words) { return (Vec<float>)interleave_high(Words{}, words); }
+REWIRE_INLINE Words joined(Vec<float> first, Vec<float> second) {
+    return (Words)_mm512_packus_epi32((__m512i)(rounded(first) >> 16), (__m512i)(rounded(second) >> 16));
+}
+// sum + the products of both elements of each word.
+REWIRE_INLINE Vec<float> add_products(Vec<float> sum, Words a, Words b) {
+    return (Vec<float>)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+// Two elements in every word.
+REWIRE_INLINE Words broadcast_pair(const bfloat16* p) {
+    uint32_t both;
+    std::memcpy(&both, p, sizeof both);
+    return Words{} + both;
+}
+#else
+// Those at even and those at odd places.
+REWIRE_INLINE Vec<float> first_half(Words words) { return (Vec<float>)(words << 16); }
+REWIRE_INLINE Vec<float> second_half(Words words) { return (Vec<float>)(words & 0xFFFF0000u); }
+REWIRE_INLINE Words joined(Vec<float> first, Vec<float> second) {
+    return rounded(first) >> 16 | (rounded(second) & 0xFFFF0000u);
+}
+#endif
 
 // The same past the caches, to where a vector may start. Whoever is to read it has to wait for stores_done().
 #if defined(REWIRE_AVX512)
 REWIRE_INLINE void store_past(float* p, Vec<float> v) { _mm512_stream_ps(p, (__m512)v); }
 REWIRE_INLINE void store_past(double* p, Vec<double> v) { _mm512_stream_pd(p, (__m512d)v); }
+REWIRE_INLINE void store_past(bfloat16* p, Words v) { _mm512_stream_si512((__m512i*)p, (__m512i)v); }
 REWIRE_INLINE void stores_done() { _mm_sfence(); }
 #elif defined(REWIRE_AVX2)
 REWIRE_INLINE void store_past(float* p, Vec<float> v) { _mm256_stream_ps(p, (__m256)v); }
 REWIRE_INLINE void store_past(double* p, Vec<double> v) { _mm256_stream_pd(p, (__m256d)v); }
+REWIRE_INLINE void store_past(bfloat16* p, Words v) { _mm256_stream_si256((__m256i*)p, (__m256i)v); }
 REWIRE_INLINE void stores_done() { _mm_sfence(); }
 #else
-template <class T>
-REWIRE_INLINE void store_past(T* p, Vec<T> v) {
-    store<T>(p, v);
+template <class T, class V>
+REWIRE_INLINE void store_past(T* p, V v) {
+    std::memcpy(p, &v, sizeof v);
 }
 REWIRE_INLINE void stores_done() {}
 #endif
 
 template <class T>
-REWIRE_INLINE Vec<T> broadcast(T x);
+REWIRE_INLINE Vec<T> broadcast(Number<T> x) {
 #if defined(REWIRE_AVX512)
-template <>
-REWIRE_INLINE Vec<float> broadcast(float x) {
-    return (Vec<float>)_mm512_set1_ps(x);
-}
-template <>
-REWIRE_INLINE Vec<double> broadcast(double x) {
-    return (Vec<double>)_mm512_set1_pd(x);
-}
+    if constexpr (std::is_same_v<T, double>) return (Vec<T>)_mm512_set1_pd(x);
+    else return (Vec<T>)_mm512_set1_ps(x);
 #elif defined(REWIRE_AVX2)
-template <>
-REWIRE_INLINE Vec<float> broadcast(float x) {
-    return (Vec<float>)_mm256_set1_ps(x);
-}
-template <>
-REWIRE_INLINE Vec<double> broadcast(double x) {
-    return (Vec<double>)_mm256_set1_pd(x);
-}
+    if constexpr (std::is_same_v<T, double>) return (Vec<T>)_mm256_set1_pd(x);
+    else return (Vec<T>)_mm256_set1_ps(x);
 #else
-template <>
-REWIRE_INLINE Vec<float> broadcast(float x) {
-    return Vec<float>{x, x, x, x};
-}
-template <>
-REWIRE_INLINE Vec<double> broadcast(double x) {
-    return Vec<double>{x, x};
-}
+    if constexpr (std::is_same_v<T, double>) return Vec<T>{x, x};
+    else return Vec<T>{x, x, x, x};
 #endif
+}
 
 // Keeps a loaded vector in its register: compilers would rather load it again for each use, and loads
 // are what the products wait for.
@@ -116,11 +171,13 @@ REWIRE_INLINE void hold(Vec<T>& v) {
 // their products so often that the processor does not see it.
 template <int V, class T>
 REWIRE_INLINE void read_soon(const T* p, int64_t ahead) {
-    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<const char*>(p + ahead) + at, 0, 0);
+    for (int at = 0; at < V * kLanes<T> * int(sizeof(T)); at += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(p + ahead) + at, 0, 0);
 }
 template <int V, class T>
 REWIRE_INLINE void write_soon(T* p, int64_t ahead) {
-    for (int at = 0; at < V * kBytes; at += 64) __builtin_prefetch(reinterpret_cast<char*>(p + ahead) + at, 1);
+    for (int at = 0; at < V * kLanes<T> * int(sizeof(T)); at += 64)
+        __builtin_prefetch(reinterpret_cast<char*>(p + ahead) + at, 1);
 }
 
 // max(v, 0) that lets NaN through, as torch's relu does.
@@ -145,7 +202,7 @@ REWIRE_INLINE V root(V v) {
 #endif
 template <class T>
 REWIRE_INLINE Vec<T> inverse_root(Vec<T> v) {
-    return broadcast<T>(T(1)) / root(v);
+    return broadcast<T>(1) / root(v);
 }
 
 // The first n lanes, of memory or of a vector, zeros behind them; nothing past p + n is touched.
@@ -209,10 +266,21 @@ REWIRE_INLINE void store_part(T* p, Vec<T> v, int n) {
 }
 #endif
 
+REWIRE_INLINE Vec<float> load_part(const bfloat16* p, int n) {
+    bfloat16 part[kLanes<float>] = {};
+    std::memcpy(part, p, size_t(n) * sizeof *p);
+    return load_narrow(part);
+}
+REWIRE_INLINE void store_part(bfloat16* p, Vec<float> v, int n) {
+    bfloat16 part[kLanes<float>];
+    store_narrow(part, v);
+    std::memcpy(p, part, size_t(n) * sizeof *p);
+}
+
 // A short vector, and its elements from anywhere: single loads are faster than the instructions that gather.
 template <class T>
 struct ShortOf {
-    typedef T type __attribute__((vector_size(16)));
+    typedef Number<T> type __attribute__((vector_size(16)));
 };
 template <class T>
 using Short = typename ShortOf<T>::type;
@@ -232,6 +300,10 @@ REWIRE_INLINE Short<double> collect(const double* from, const int32_t* at, int64
     return Short<double>{from[at[0] * step], from[at[1] * step]};
 }
 
+REWIRE_INLINE Short<float> collect(const bfloat16* from, const int32_t* at, int64_t step) {
+    return Short<float>{from[at[0] * step], from[at[1] * step], from[at[2] * step], from[at[3] * step]};
+}
+
 // The sum of all lanes, always in the same order: halves, then halves of these.
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)
 #if defined(REWIRE_AVX512)
@@ -248,31 +320,29 @@ REWIRE_INLINE __m256d half(Vec<double> v) {
 REWIRE_INLINE __m256 half(Vec<float> v) { return (__m256)v; }
 REWIRE_INLINE __m256d half(Vec<double> v) { return (__m256d)v; }
 #endif
-template <class T>
-REWIRE_INLINE T sum_lanes(Vec<T> v);
-template <>
-REWIRE_INLINE float sum_lanes<float>(Vec<float> v) {
+REWIRE_INLINE float sum_of_lanes(Vec<float> v) {
     const __m256 h = half(v);
     const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
     const __m128 two = _mm_add_ps(q, _mm_movehl_ps(q, q));
     return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
 }
-template <>
-REWIRE_INLINE double sum_lanes<double>(Vec<double> v) {
+REWIRE_INLINE double sum_of_lanes(Vec<double> v) {
     const __m256d h = half(v);
     const __m128d two = _mm_add_pd(_mm256_castpd256_pd128(h), _mm256_extractf128_pd(h, 1));
     return _mm_cvtsd_f64(_mm_add_sd(two, _mm_unpackhi_pd(two, two)));
 }
 #else
-template <class T>
-REWIRE_INLINE T sum_lanes(Vec<T> v) {
-    T part[kLanes<T>];
-    store(part, v);
-    for (int width = kLanes<T> / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) part[i] += part[i + width];
-    return part[0];
+template <class V>
+REWIRE_INLINE auto sum_of_lanes(V v) {
+    for (int width = int(sizeof(v) / sizeof(v[0])) / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) v[i] += v[i + width];
+    return v[0] + 0;
 }
 #endif
+template <class T>
+REWIRE_INLINE Number<T> sum_lanes(Vec<T> v) {
+    return sum_of_lanes(v);
+}
 
 // sums[q] += the sum of the lanes of v[q], q = 0..3.
 #if defined(REWIRE_AVX512) || defined(REWIRE_AVX2)

@@ -167,6 +167,10 @@ struct LayerNormSizes {
     int64_t panels = 0, channels = 0, columns = 0;
     double eps = 1e-5;
     bool centered = true;
+    bool wide_x = false, wide_y = false;  // in a plan of bfloat16: whether x, or y as well, is a tensor of floats
+
+    Kind x_kind() const { return wide_x ? Kind::numbers : Kind::values; }
+    Kind y_kind() const { return wide_y ? Kind::numbers : Kind::values; }
 };
 
 // mean and scale, one over the standard deviation, are those of each column.
@@ -274,16 +278,19 @@ struct Relayout : StepOf<Relayout> {
 
 // A program over tensors of one shape, and others that are broadcast. Slots are numbered: first what is read, then scale,
 // shift and mean of each batch norm (its output is x * scale + shift), then what instructions write.
+// Slots are floats in a plan of bfloat16; the operand is as well if it is wide.
 struct Access {
     Id operand = kAbsent;
     std::vector<int64_t> strides;  // of the five loops
     int64_t offset = 0;            // elements before the first
+    bool wide = false;
 };
 struct SlotAccess {
     int32_t slot = 0;
     Id operand = kAbsent;
     std::vector<int64_t> strides;
     int64_t offset = 0;
+    bool wide = false;
 };
 // The gradient of a batch norm in the program: g and g * (x - mean) are in slots that are summed by channel. With factors
 // the gradient of x is deferred: see NormGradientOperands. Else the written g, `dx`, becomes it in place.
@@ -317,6 +324,13 @@ struct Fill : StepOf<Fill> {
     Id y = kAbsent;
     REWIRE_STEP(Fill)
 };
+// From the plan's type to the numbers it is computed in, or back, rounded to nearest even.
+struct Convert : StepOf<Convert> {
+    int64_t length = 0;
+    bool widen = true;
+    Id x = kAbsent, y = kAbsent;
+    REWIRE_STEP(Convert)
+};
 // Which elements are dropped is a function of their place and the seed, a seed of the run: the gradient is the same step.
 struct Dropout : StepOf<Dropout, true> {
     int64_t length = 0;
@@ -340,17 +354,18 @@ void norm_gradient_needs(Needs&, const NormGradientOperands&, int64_t channels);
 template <class T>
 BatchNorm<T> batch_norm_of(const Run<T>& r, const NormOperands& norm, const Channels& of) {
     return {of.channels,       of.length,       norm.training,    norm.relu,           norm.eps,
-            r.at(norm.weight), r.at(norm.bias), r.at(norm.mean), r.at(norm.variance), of.panel_rows};
+            r.number(norm.weight), r.number(norm.bias), r.number(norm.mean), r.number(norm.variance), of.panel_rows};
 }
 
 template <class T>
 NormGradients<T> norm_gradients_of(const Run<T>& r, const std::optional<NormGradientOperands>& of) {
     if (!of) return {nullptr, nullptr, nullptr};
-    return {r.at(of->weight), r.at(of->bias), r.at(of->factors)};
+    return {r.number(of->weight), r.number(of->bias), r.number(of->factors)};
 }
 
 }  // namespace rewire::engine
 
 #define REWIRE_INSTANTIATE_STEP(S)                               \
     template void S::execute<float>(const Run<float>&) const;    \
-    template void S::execute<double>(const Run<double>&) const;
+    template void S::execute<double>(const Run<double>&) const;  \
+    template void S::execute<bfloat16>(const Run<bfloat16>&) const;

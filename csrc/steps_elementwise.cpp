@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "steps.h"
 
 namespace rewire::engine {
@@ -23,6 +25,20 @@ void Fill::execute(const Run<T>& r) const {
     fill<T>(T(value), length, r.at(y), r.threads);
 }
 
+void Convert::needs(Needs& n) const {
+    product("the tensor", {length});
+    n.reads("x", x, length, widen ? Kind::values : Kind::numbers);
+    n.writes("y", y, length, widen ? Kind::numbers : Kind::values);
+}
+
+template <class T>
+void Convert::execute(const Run<T>& r) const {
+    if constexpr (std::is_same_v<T, bfloat16>)
+        widen ? rewire::widen(r.at(x), length, r.number(y), r.threads) : narrow(r.number(x), length, r.at(y), r.threads);
+    else
+        copy<T>(r.at(x), length, r.at(y), r.threads);
+}
+
 void Dropout::needs(Needs& n) const {
     product("the tensor", {length});
     refuse_unless(probability >= 0 && probability < 1, "probability must be in [0, 1)");
@@ -38,6 +54,7 @@ void Dropout::execute(const Run<T>& r) const {
 
 REWIRE_INSTANTIATE_STEP(Copy)
 REWIRE_INSTANTIATE_STEP(Fill)
+REWIRE_INSTANTIATE_STEP(Convert)
 REWIRE_INSTANTIATE_STEP(Dropout)
 
 }  // namespace rewire::engine

@@ -57,7 +57,7 @@ ByInput by_input(const TopologyOperands& t, const Run<T>& r) {
 template <class T>
 Reading<T> reading_of(const Run<T>& r, int64_t channels, Id gate, const std::optional<DeferredGradient>& deferred) {
     if (!deferred) return {nullptr, nullptr, false, r.at(gate)};
-    const T* f = r.at(deferred->factors);
+    const Number<T>* f = r.number(deferred->factors);
     return {f, f + 2 * channels, false, nullptr, r.at(deferred->y), f + channels};
 }
 
@@ -66,7 +66,7 @@ void reading_needs(Needs& n, const Geometry& g, int64_t output, Id gate, const s
     n.may_read("gate", gate, output);
     if (!deferred) return;
     n.reads("deferred.y", deferred->y, output);
-    n.reads("deferred.factors", deferred->factors, product("factors", {3, g.out_channels}));
+    n.reads_numbers("deferred.factors", deferred->factors, product("factors", {3, g.out_channels}));
 }
 
 }  // namespace
@@ -75,21 +75,21 @@ void ConvForward::needs(Needs& n) const {
     const Sizes sizes = checked(geometry);
     n.by_output(topology, geometry);
     n.reads_values(values);
-    n.may_read("bias", bias, geometry.out_channels);
+    n.may_read_numbers("bias", bias, geometry.out_channels);
     n.reads("x", x, sizes.input);
     if (norm) norm_needs(n, *norm, geometry.in_channels);
     n.writes("y", y, sizes.output);
     refuse_unless((mean == kAbsent) == (variance == kAbsent), "mean and variance are computed together");
-    n.may_write("mean", mean, geometry.out_channels);
-    n.may_write("variance", variance, geometry.out_channels);
+    n.may_write_numbers("mean", mean, geometry.out_channels);
+    n.may_write_numbers("variance", variance, geometry.out_channels);
 }
 
 template <class T>
 void ConvForward::execute(const Run<T>& r) const {
     BatchNorm<T> before{};
     if (norm) before = batch_norm_of(r, *norm, input_channels(geometry));
-    forward<T>(r.table, geometry, by_output(topology, r.addresses), r.at(values), r.at(bias), r.at(x),
-               norm ? &before : nullptr, r.at(y), relu, r.at(mean), r.at(variance), r.threads);
+    forward<T>(r.table, geometry, by_output(topology, r.addresses), r.number(values), r.number(bias), r.at(x),
+               norm ? &before : nullptr, r.at(y), relu, r.number(mean), r.number(variance), r.threads);
 }
 
 void ConvBackward::needs(Needs& n) const {
@@ -111,8 +111,8 @@ void ConvBackward::needs(Needs& n) const {
     }
     n.writes("dx", dx, sizes.input);
     n.writes_dvalues(dvalues);
-    n.may_write("dbias", dbias, geometry.out_channels);
-    n.may_write("relu_sums", relu_sums, geometry.in_channels);
+    n.may_write_numbers("dbias", dbias, geometry.out_channels);
+    n.may_write_numbers("relu_sums", relu_sums, geometry.in_channels);
 }
 
 template <class T>
@@ -123,9 +123,9 @@ void ConvBackward::execute(const Run<T>& r) const {
         norm = batch_norm_of(r, before->norm, input_channels(geometry));
         from = {&norm, r.at(before->input), r.at(before->more)};
     }
-    gradients<T>(r.table, geometry, by_input(topology, r), r.at(values), r.at(x), from, r.at(dy),
+    gradients<T>(r.table, geometry, by_input(topology, r), r.number(values), r.at(x), from, r.at(dy),
                  reading_of(r, geometry.out_channels, gate, deferred),
-                 {r.at(dx), r.at(dvalues), r.at(dbias), norm_gradients_of(r, dnorm), r.at(relu_sums)}, r.threads);
+                 {r.at(dx), r.number(dvalues), r.number(dbias), norm_gradients_of(r, dnorm), r.number(relu_sums)}, r.threads);
 }
 
 void WeightGradient::needs(Needs& n) const {
@@ -135,13 +135,13 @@ void WeightGradient::needs(Needs& n) const {
     n.reads("dy", dy, sizes.output);
     reading_needs(n, geometry, sizes.output, gate, deferred);
     n.writes_dvalues(dvalues);
-    n.may_write("dbias", dbias, geometry.out_channels);
+    n.may_write_numbers("dbias", dbias, geometry.out_channels);
 }
 
 template <class T>
 void WeightGradient::execute(const Run<T>& r) const {
     weight_gradient<T>(r.table, geometry, by_output(topology, r.addresses), r.at(x), r.at(dy),
-                       reading_of(r, geometry.out_channels, gate, deferred), r.at(dvalues), r.at(dbias), r.threads);
+                       reading_of(r, geometry.out_channels, gate, deferred), r.number(dvalues), r.number(dbias), r.threads);
 }
 
 void InputGradient::needs(Needs& n) const {
@@ -154,21 +154,21 @@ void InputGradient::needs(Needs& n) const {
 
 template <class T>
 void InputGradient::execute(const Run<T>& r) const {
-    input_gradient<T>(r.table, geometry, by_input(topology, r), r.at(values), r.at(dy), r.at(dx), r.threads);
+    input_gradient<T>(r.table, geometry, by_input(topology, r), r.number(values), r.at(dy), r.at(dx), r.threads);
 }
 
 void LinearRows::needs(Needs& n) const {
     const Sizes sizes = checked_linear(geometry);
     n.by_output(topology, geometry);
     n.reads_values(values);
-    n.may_read("bias", bias, geometry.out_channels);
+    n.may_read_numbers("bias", bias, geometry.out_channels);
     n.reads("x", x, sizes.input);
     n.writes("y", y, sizes.output);
 }
 
 template <class T>
 void LinearRows::execute(const Run<T>& r) const {
-    forward_rows<T>(r.table, geometry, by_output(topology, r.addresses), r.at(values), r.at(bias), r.at(x), r.at(y), relu,
+    forward_rows<T>(r.table, geometry, by_output(topology, r.addresses), r.number(values), r.number(bias), r.at(x), r.at(y), relu,
                     r.threads);
 }
 
@@ -181,13 +181,13 @@ void LinearRowsBackward::needs(Needs& n) const {
     n.may_read("gate", gate, sizes.output);
     n.may_write("dx", dx, sizes.input);
     n.writes_dvalues(dvalues);
-    n.may_write("dbias", dbias, geometry.out_channels);
+    n.may_write_numbers("dbias", dbias, geometry.out_channels);
 }
 
 template <class T>
 void LinearRowsBackward::execute(const Run<T>& r) const {
-    gradients_rows<T>(r.table, geometry, by_input(topology, r), r.at(values), r.at(x), r.at(dy), r.at(gate), r.at(dx),
-                      r.at(dvalues), r.at(dbias), r.threads);
+    gradients_rows<T>(r.table, geometry, by_input(topology, r), r.number(values), r.at(x), r.at(dy), r.at(gate), r.at(dx),
+                      r.number(dvalues), r.number(dbias), r.threads);
 }
 
 void LinearRowsInputGradient::needs(Needs& n) const {
@@ -200,7 +200,7 @@ void LinearRowsInputGradient::needs(Needs& n) const {
 
 template <class T>
 void LinearRowsInputGradient::execute(const Run<T>& r) const {
-    input_gradient_rows<T>(r.table, geometry, by_input(topology, r), r.at(values), r.at(dy), r.at(dx), r.threads);
+    input_gradient_rows<T>(r.table, geometry, by_input(topology, r), r.number(values), r.at(dy), r.at(dx), r.threads);
 }
 
 REWIRE_INSTANTIATE_STEP(ConvForward)

@@ -15,42 +15,42 @@ int64_t elements_of(const Channels& of) {
 }
 
 void norm_needs(Needs& n, const NormOperands& norm, int64_t channels) {
-    n.may_read("norm.weight", norm.weight, channels);
-    n.may_read("norm.bias", norm.bias, channels);
-    n.reads("norm.mean", norm.mean, channels);
-    n.reads("norm.variance", norm.variance, channels);
+    n.may_read_numbers("norm.weight", norm.weight, channels);
+    n.may_read_numbers("norm.bias", norm.bias, channels);
+    n.reads_numbers("norm.mean", norm.mean, channels);
+    n.reads_numbers("norm.variance", norm.variance, channels);
 }
 
 void norm_gradient_needs(Needs& n, const NormGradientOperands& of, int64_t channels) {
-    n.may_write("dnorm.weight", of.weight, channels);
-    n.may_write("dnorm.bias", of.bias, channels);
-    if (of.factors != kAbsent) n.writes("dnorm.factors", of.factors, product("factors", {3, channels}));
+    n.may_write_numbers("dnorm.weight", of.weight, channels);
+    n.may_write_numbers("dnorm.bias", of.bias, channels);
+    if (of.factors != kAbsent) n.writes_numbers("dnorm.factors", of.factors, product("factors", {3, channels}));
 }
 
 void Moments::needs(Needs& n) const {
     n.reads("x", x, elements_of(*this));
-    n.writes("mean", mean, channels);
-    n.writes("variance", variance, channels);
+    n.writes_numbers("mean", mean, channels);
+    n.writes_numbers("variance", variance, channels);
 }
 
 template <class T>
 void Moments::execute(const Run<T>& r) const {
-    moments<T>(r.table, r.at(x), channels, length, panel_rows, r.at(mean), r.at(variance), r.threads);
+    moments<T>(r.table, r.at(x), channels, length, panel_rows, r.number(mean), r.number(variance), r.threads);
 }
 
 void Track::needs(Needs& n) const {
     product("the moments", {channels});
     n.scalar("momentum", momentum);
-    n.reads("mean", mean, channels);
-    n.reads("variance", variance, channels);
-    n.updates("running_mean", running_mean, channels);
-    n.updates("running_variance", running_variance, channels);
+    n.reads_numbers("mean", mean, channels);
+    n.reads_numbers("variance", variance, channels);
+    n.updates_numbers("running_mean", running_mean, channels);
+    n.updates_numbers("running_variance", running_variance, channels);
 }
 
 template <class T>
 void Track::execute(const Run<T>& r) const {
-    track<T>(r.at(mean), r.at(variance), channels, r.scalars[size_t(momentum)], unbiased, r.at(running_mean),
-             r.at(running_variance));
+    track<Number<T>>(r.number(mean), r.number(variance), channels, r.scalars[size_t(momentum)], unbiased, r.number(running_mean),
+             r.number(running_variance));
 }
 
 void NormForward::needs(Needs& n) const {
@@ -79,40 +79,40 @@ void NormBackward::needs(Needs& n) const {
         refuse_unless(dx == kAbsent, "with factors the gradient of x is deferred: there is no dx");
         refuse_unless(dresidual != kAbsent || !(norm.relu || more != kAbsent),
                       "with factors, and a ReLU or more, g has to be written: it needs dresidual");
-        n.writes("factors", factors, product("factors", {3, channels}));
+        n.writes_numbers("factors", factors, product("factors", {3, channels}));
     }
     n.may_write("dresidual", dresidual, all);
-    n.may_write("dweight", dweight, channels);
-    n.may_write("dbias", dbias, channels);
+    n.may_write_numbers("dweight", dweight, channels);
+    n.may_write_numbers("dbias", dbias, channels);
 }
 
 template <class T>
 void NormBackward::execute(const Run<T>& r) const {
     batch_norm_gradient<T>(r.table, batch_norm_of(r, norm, *this), r.at(x), r.at(z), r.at(dz), r.at(more), r.at(dx),
-                           r.at(dresidual), {r.at(dweight), r.at(dbias), r.at(factors)}, r.threads);
+                           r.at(dresidual), {r.number(dweight), r.number(dbias), r.number(factors)}, r.threads);
 }
 
 void ResolveDeferred::needs(Needs& n) const {
     const int64_t all = elements_of(*this);
     n.reads("g", g, all);
     n.reads("x", x, all);
-    n.reads("factors", factors, product("factors", {3, channels}));
+    n.reads_numbers("factors", factors, product("factors", {3, channels}));
     n.writes("dx", dx, all);
 }
 
 template <class T>
 void ResolveDeferred::execute(const Run<T>& r) const {
-    settle_gradient<T>(r.table, r.at(g), r.at(x), r.at(factors), channels, length, panel_rows, r.at(dx), r.threads);
+    settle_gradient<T>(r.table, r.at(g), r.at(x), r.number(factors), channels, length, panel_rows, r.at(dx), r.threads);
 }
 
 void RowSums::needs(Needs& n) const {
     n.reads("x", x, elements_of(*this));
-    n.writes("sums", sums, channels);
+    n.writes_numbers("sums", sums, channels);
 }
 
 template <class T>
 void RowSums::execute(const Run<T>& r) const {
-    channel_sums<T>(r.table, r.at(x), channels, length, panel_rows, r.at(sums), r.threads);
+    channel_sums<T>(r.table, r.at(x), channels, length, panel_rows, r.number(sums), r.threads);
 }
 
 REWIRE_INSTANTIATE_STEP(Moments)

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "steps.h"
 
@@ -59,6 +60,23 @@ void check_summed(const Loops5& loops, const Strides5& s) {
                   "sums of samples overlap");
 }
 
+template <class Of>
+Kind kind_of(const Of& access) {
+    return access.wide ? Kind::numbers : Kind::values;
+}
+
+// Has a read, a write or a sum go to memory: to numbers, or to what is narrower.
+template <class T, class Of, class At>
+void place(const Run<T>& r, const At& at, Of& of) {
+    if constexpr (std::is_same_v<T, bfloat16>) {
+        if (!at.wide) {
+            of.narrow = r.at(at.operand) + at.offset;
+            return;
+        }
+    }
+    of.data = r.number(at.operand) + at.offset;
+}
+
 }  // namespace
 
 int32_t Pointwise::slots() const {
@@ -72,7 +90,7 @@ void Pointwise::needs(Needs& n) const {
     const int64_t all = of.outer[0] * of.outer[1] * of.outer[2] * of.run(), channels = of.channels();
     refuse_unless(panel_rows >= 1 && all / channels % panel_rows == 0, "a channel has panel_rows runs of whole elements");
     refuse_unless(reads.size() + 3 * norms.size() < size_t(kPointwiseSlots), "too many operands");
-    for (const Access& read : reads) n.reads("read", read.operand, reach(of, strides_of(read.strides), read.offset));
+    for (const Access& read : reads) n.reads("read", read.operand, reach(of, strides_of(read.strides), read.offset), kind_of(read));
     for (const NormOperands& norm : norms) norm_needs(n, norm, channels);
     const auto given = int32_t(reads.size() + 3 * norms.size());
     std::vector<char> known(size_t(kPointwiseSlots), 0);
@@ -94,12 +112,12 @@ void Pointwise::needs(Needs& n) const {
         const auto same = [&](const SlotAccess& other) { return other.slot == write.slot; };
         refuse_unless(std::count_if(writes.begin(), writes.end(), same) == 1, "a slot is written once");
         check_written(of, strides_of(write.strides));
-        n.writes("write", write.operand, reach(of, strides_of(write.strides), write.offset));
+        n.writes("write", write.operand, reach(of, strides_of(write.strides), write.offset), kind_of(write));
     }
     for (const SlotAccess& sum : sums) {
         check(sum.slot);
         check_summed(of, strides_of(sum.strides));
-        n.writes("sum", sum.operand, reach(of, strides_of(sum.strides), sum.offset));
+        n.writes("sum", sum.operand, reach(of, strides_of(sum.strides), sum.offset), kind_of(sum));
     }
     for (const NormSums& sum : norm_sums) {
         check(sum.g);
@@ -115,18 +133,22 @@ void Pointwise::needs(Needs& n) const {
 
 template <class T>
 void Pointwise::execute(const Run<T>& r) const {
-    rewire::Pointwise<T> of{loops_of(loops, channel), {}, program.data(), int64_t(program.size()), slots(), {}, {}};
+    using N = Number<T>;
+    rewire::Pointwise<N> of{loops_of(loops, channel), {}, program.data(), int64_t(program.size()), slots(), {}, {}};
     const int64_t channels = of.loops.channels();
-    for (const Access& read : reads) of.reads.push_back({r.at(read.operand) + read.offset, strides_of(read.strides)});
+    for (const Access& read : reads) {
+        of.reads.push_back({nullptr, strides_of(read.strides)});
+        place(r, read, of.reads.back());
+    }
     const int64_t length = of.loops.outer[0] * of.loops.outer[1] * of.loops.outer[2] * of.loops.run() / channels;
-    std::vector<T> factors(size_t(3 * channels) * norms.size());
+    std::vector<N> factors(size_t(3 * channels) * norms.size());
     std::vector<BatchNorm<T>> all_norms;
     for (size_t k = 0; k < norms.size(); k++) {
         const BatchNorm<T> norm = batch_norm_of(r, norms[k], Channels{channels, length, panel_rows});
-        T* by = &factors[size_t(3 * channels) * k];
+        N* by = &factors[size_t(3 * channels) * k];
         for (int64_t c = 0; c < channels; c++) {
-            by[c] = T(norm.scale(c));
-            by[channels + c] = T(norm.shift(c));
+            by[c] = N(norm.scale(c));
+            by[channels + c] = N(norm.shift(c));
             by[2 * channels + c] = norm.mean[c];
         }
         Strides5 strides;
@@ -134,18 +156,25 @@ void Pointwise::execute(const Run<T>& r) const {
         for (int part = 0; part < 3; part++) of.reads.push_back({by + part * channels, strides});
         all_norms.push_back(norm);
     }
-    for (const SlotAccess& write : writes) of.writes.push_back({write.slot, r.at(write.operand) + write.offset, strides_of(write.strides)});
-    for (const SlotAccess& sum : sums) of.sums.push_back({sum.slot, r.at(sum.operand) + sum.offset, strides_of(sum.strides), nullptr, 0});
+    for (const SlotAccess& write : writes) {
+        of.writes.push_back({write.slot, nullptr, strides_of(write.strides)});
+        place(r, write, of.writes.back());
+    }
+    for (const SlotAccess& sum : sums) {
+        of.sums.push_back({sum.slot, nullptr, strides_of(sum.strides), nullptr, 0});
+        place(r, sum, of.sums.back());
+    }
     std::vector<double> raw(size_t(2 * channels) * norm_sums.size());
     for (size_t k = 0; k < norm_sums.size(); k++) {
         double* to = &raw[size_t(2 * channels) * k];
         of.sums.push_back({norm_sums[k].g, nullptr, Strides5{}, to, 2});
         of.sums.push_back({norm_sums[k].gx, nullptr, Strides5{}, to + 1, 2});
     }
-    pointwise<T>(r.table, of, r.threads);
+    pointwise<N>(table<N>(), of, r.threads);
     for (size_t k = 0; k < norm_sums.size(); k++) {
         const NormSums& sum = norm_sums[k];
-        const NormGradients<T> gradients{r.at(sum.gradients.weight), r.at(sum.gradients.bias), r.at(sum.gradients.factors)};
+        const NormGradients<T> gradients{r.number(sum.gradients.weight), r.number(sum.gradients.bias),
+                                         r.number(sum.gradients.factors)};
         batch_norm_gradient<T>(r.table, all_norms[size_t(sum.index)], r.at(sum.x), &raw[size_t(2 * channels) * k], r.at(sum.dx),
                                gradients, r.threads);
     }

@@ -20,6 +20,13 @@ void copy(const T* from, int64_t from_step, T* to, int64_t to_step, int64_t coun
         case 8: return copy_short<8>(from, from_step, to, to_step, count);
         case 16: return copy_short<16>(from, from_step, to, to_step, count);
     }
+    if (std::is_same_v<T, bfloat16> && len == 4 * lanes) {
+        for (int64_t k = 0; k < count; k++, from += from_step, to += to_step) {
+            if (from_step != len) read_soon<4>(from, kPieces * from_step);
+            std::memcpy(to, from, sizeof(T) * 4 * lanes);
+        }
+        return;
+    }
     if (len == 4 * lanes) {
         for (int64_t k = 0; k < count; k++, from += from_step, to += to_step) {
             if (from_step != len) read_soon<4>(from, kPieces * from_step);
@@ -116,6 +123,32 @@ REWIRE_INLINE void transpose_8x8(const float* in, int64_t in_row, float* out, in
     }
 }
 
+// Eight rows and columns of 16 bits.
+REWIRE_INLINE void transpose_8x8(const bfloat16* in, int64_t in_row, bfloat16* out, int64_t out_row) {
+    __m128i r[8], s[8];
+    for (int i = 0; i < 8; i++) r[i] = _mm_loadu_si128((const __m128i*)(in + i * in_row));
+    for (int i = 0; i < 8; i += 2) {  // columns 0..3 and 4..7 of two rows
+        s[i] = _mm_unpacklo_epi16(r[i], r[i + 1]);
+        s[i + 1] = _mm_unpackhi_epi16(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)  // two columns each of four rows
+        for (int h = 0; h < 2; h++) {
+            r[i + 2 * h] = _mm_unpacklo_epi32(s[i + h], s[i + 2 + h]);
+            r[i + 2 * h + 1] = _mm_unpackhi_epi32(s[i + h], s[i + 2 + h]);
+        }
+    for (int j = 0; j < 4; j++) {
+        _mm_storeu_si128((__m128i*)(out + 2 * j * out_row), _mm_unpacklo_epi64(r[j], r[4 + j]));
+        _mm_storeu_si128((__m128i*)(out + (2 * j + 1) * out_row), _mm_unpackhi_epi64(r[j], r[4 + j]));
+    }
+}
+
+template <>
+REWIRE_INLINE void transpose_block<bfloat16>(const bfloat16* in, int64_t in_row, bfloat16* out, int64_t out_row) {
+    for (int64_t j = 0; j < kBlock; j += 8)
+        for (int64_t i = 0; i < kBlock; i += 8)
+            transpose_8x8(in + i * in_row + j, in_row, out + j * out_row + i, out_row);
+}
+
 template <>
 REWIRE_INLINE void transpose_block<float>(const float* in, int64_t in_row, float* out, int64_t out_row) {
     for (int64_t j = 0; j < kBlock; j += 8)
@@ -128,7 +161,7 @@ REWIRE_INLINE void transpose_block<float>(const float* in, int64_t in_row, float
 template <int kSide, class T>
 REWIRE_INLINE void transpose_square(const T* in, int64_t in_row, T* out, int64_t out_row) {
 #if defined(REWIRE_AVX2) || defined(REWIRE_AVX512)
-    if constexpr (std::is_same_v<T, float> && kSide == 8) return transpose_8x8(in, in_row, out, out_row);
+    if constexpr (!std::is_same_v<T, double> && kSide == 8) return transpose_8x8(in, in_row, out, out_row);
     if constexpr (std::is_same_v<T, float> && kSide == 4) {
         __m128 r0 = _mm_loadu_ps(in), r1 = _mm_loadu_ps(in + in_row), r2 = _mm_loadu_ps(in + 2 * in_row),
                r3 = _mm_loadu_ps(in + 3 * in_row);

@@ -46,7 +46,7 @@ class Builder:
 
     def node(self, op: str, attrs: Any, inputs: tuple[Ref, ...], shape: tuple[int, ...]) -> int:
         grad = any(map(self.requires_grad, inputs))
-        self.nodes.append(Node(op, attrs, inputs, tuple(shape), grad))
+        self.nodes.append(Node(op, attrs, inputs, tuple(shape), grad, torch.float64))
         return len(self.nodes) - 1
 
     def _layer(
@@ -198,7 +198,8 @@ def case(b: Builder, *outputs: int, dtype: torch.dtype = torch.float64, seed: in
         topology.build(layer.indptr, layer.indices, layer.n_in, taps[k])
         for k, layer in enumerate(b.layers)
     ]
-    graph = b.graph(*outputs)._replace(inputs=tuple(inputs))
+    nodes = tuple(node._replace(dtype=dtype) for node in b.nodes)
+    graph = b.graph(*outputs)._replace(nodes=nodes, inputs=tuple(inputs))
     return Case(graph, tensors, built, b.layers, b.scalars)
 
 
@@ -228,13 +229,14 @@ TORCH: dict[str, Callable[[Tensor, float, float], Tensor]] = {
 def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
     """The outputs by plain dense torch; ``masks(node, shape)`` is the noise of a dropout."""
     found: list[Tensor] = []
-    for index, (op, a, inputs, shape, _) in enumerate(of.graph.nodes):
+    for index, (op, a, inputs, shape, *_) in enumerate(of.graph.nodes):
         attrs: Any = a
         x, *rest = (None if r is None else found[r] if r >= 0 else tensors[~r] for r in inputs)
         assert x is not None
         if op in ("conv2d", "linear"):
             layer, (values, bias) = of.layers[attrs.topology], rest
             weight = torch.zeros(layer.n_out, layer.n_in, dtype=x.dtype)
+            values, bias = values.to(x.dtype), bias if bias is None else bias.to(x.dtype)
             weight = weight.index_put((layer.outputs(), layer.inputs()), values.view(-1))
             if op == "conv2d":
                 weight = weight.view(layer.n_out, *attrs.kernel, -1).permute(0, 3, 1, 2)
@@ -245,6 +247,8 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
             weight, bias, *statistics = rest
             momentum = 0.0 if attrs.momentum is None else of.scalars[attrs.momentum]
             y = F.batch_norm(x, *statistics, weight, bias, attrs.training, momentum, attrs.eps)
+        elif op == "layer_norm":
+            y = F.layer_norm(x, x.shape[-1:], *rest, attrs.eps)
         elif op == "relu":
             y = F.relu(x)
         elif op == "activation":
@@ -271,7 +275,9 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
         elif op == "view":
             y = x.reshape(attrs.shape)
         elif op == "dropout":
-            y = x * masks(index, shape)
+            y = x * masks(index, shape).to(x.dtype)
+        elif op == "cast":
+            y = x.to(attrs.dtype)
         else:
             raise NotImplementedError(op)
         found.append(y)

@@ -14,13 +14,18 @@ from rewire.ops import native
 GUARD = 16  # elements around each operand that no step may touch
 
 
+KERNELS = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16"}
+
+
 class Program:
-    """Operands of one element type, and steps over them, all external unless said otherwise."""
+    """Operands of one element type, and steps over them, all external unless said otherwise.
+
+    With bfloat16 an operand is of float32 until a step says that it reads or writes bfloat16 there."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
         self.dtype = dtype
         self.native = native.module()
-        self.kernels = self.native.f32 if dtype == torch.float32 else self.native.f64
+        self.kernels = getattr(self.native, KERNELS[dtype])
         self.rooms: list[Tensor] = []
         self.scalars: list[float] = []
         self.seeds: list[int] = []
@@ -28,7 +33,7 @@ class Program:
     def add(self, tensor: Tensor) -> int:
         """A new operand with the elements of ``tensor``, in the order of its memory."""
         if tensor.is_floating_point():
-            tensor = tensor.to(self.dtype)
+            tensor = tensor.to(torch.float32 if self.dtype == torch.bfloat16 else self.dtype)
         flat = tensor.detach().flatten()
         room = flat.new_full((flat.numel() + 2 * GUARD,), 77)
         room[GUARD : GUARD + flat.numel()] = flat
@@ -47,23 +52,38 @@ class Program:
         ids = {name: self.add(t) for name, t in zip(names, case.topology, strict=True)}
         return self.native.TopologyOperands(**ids)
 
-    def __getitem__(self, operand: int) -> Tensor:
+    def memory(self, operand: int) -> Tensor:
         return self.rooms[operand][GUARD:-GUARD]
 
+    def __getitem__(self, operand: int) -> Tensor:
+        """The numbers of an operand, in the type that says how exact they are."""
+        numbers = self.memory(operand)
+        return numbers.to(self.dtype) if numbers.is_floating_point() else numbers
+
+    def narrow(self, *steps: Any) -> None:
+        """Give operands the type that steps expect."""
+        for step in steps if self.dtype == torch.bfloat16 else ():
+            for need in step.needs():
+                outside = need.operand < len(self.rooms)
+                if need.kind == self.native.Kind.values and not step.wide and outside:
+                    self.rooms[need.operand] = self.rooms[need.operand].to(self.dtype)
+
     def plan(self, *steps: Any) -> Any:
+        self.narrow(*steps)
         return self.kernels.Plan(list(steps), [self.native.External() for _ in self.rooms])
 
     def addresses(self) -> list[int]:
-        return [self[k].data_ptr() for k in range(len(self.rooms))]
+        return [self.memory(k).data_ptr() for k in range(len(self.rooms))]
 
     def elements(self) -> list[int]:
-        return [self[k].numel() for k in range(len(self.rooms))]
+        return [self.memory(k).numel() for k in range(len(self.rooms))]
 
     def run(self, *steps: Any, threads: int = 2) -> None:
         """Run the steps, and check that only what they say they write has changed."""
+        plan = self.plan(*steps)
         before = [room.clone() for room in self.rooms]
         written = {need.operand for step in steps for need in step.needs() if need.writes}
-        self.plan(*steps).run(
+        plan.run(
             *(0, len(steps), self.addresses(), self.elements()),
             scalars=self.scalars,
             seeds=self.seeds,

@@ -26,14 +26,22 @@ PAIRS = [(0, 0), (4, 4), (4, 0), (0, 4), (16, 16)]  # of input and output
 EPS = 1e-3
 
 
-@pytest.fixture(params=DTYPES, ids=["f32", "f64"])
-def program(request: pytest.FixtureRequest) -> Program:
-    return Program(request.param)
+@pytest.fixture(
+    params=[*((dtype, True) for dtype in (*DTYPES, torch.bfloat16)), (torch.bfloat16, False)],
+    ids=["f32", "f64", "bf16", "bf16-without-pairs"],
+)
+def program(request: pytest.FixtureRequest, isa: str) -> Program:
+    dtype, pairs = request.param
+    if not pairs:
+        if isa != "avx512_bf16":
+            pytest.skip("this instruction set has no products of pairs")
+        ops.use_instruction_set("avx512")  # the fixture restores what was in use
+    return Program(dtype)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """In double precision, of what single precision can hold."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    """In double precision, of what bfloat16 can hold."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
 
 def conv_case(kernel: int = 3, stride: int = 1, seed: int = 0, batch: int = 16) -> Case:
@@ -880,6 +888,7 @@ def test_a_block_in_the_arena_with_any_number_of_threads(program: Program, panel
     """Convolution, batch norm and ReLU forward and backward, with all but the ends in the arena."""
     case = conv_case(batch=32)
     native_, size = program.native, program.dtype.itemsize
+    number = max(size, 4)  # bytes of a statistic
     topology = program.topology(case)
     values, bias = program.add(case.values), program.add(case.bias)
     weight, shift = program.add(normal(4) + 2), program.add(normal(4, seed=1))
@@ -890,7 +899,7 @@ def test_a_block_in_the_arena_with_any_number_of_threads(program: Program, panel
     operands = [native_.External() for _ in program.rooms]
     used = 0
 
-    def arena(elements: int) -> int:
+    def arena(elements: int, size: int = size) -> int:
         nonlocal used
         operands.append(native_.Arena(used, elements * size))
         used += -(-elements * size // 64) * 64
@@ -898,7 +907,7 @@ def test_a_block_in_the_arena_with_any_number_of_threads(program: Program, panel
 
     inner, outer = case.x.numel(), case.dy.numel()
     x_, y_, z_, dz_, dx_ = (arena(n) for n in (inner, outer, outer, outer, inner))
-    mean, variance, factors = arena(4), arena(4), arena(12)
+    mean, variance, factors = arena(4, number), arena(4, number), arena(12, number)
     norm = native_.NormOperands(
         weight=weight, bias=shift, mean=mean, variance=variance, training=True, relu=True, eps=EPS
     )
@@ -948,6 +957,7 @@ def test_a_block_in_the_arena_with_any_number_of_threads(program: Program, panel
             images=images(case.x.shape, panel), source=inside, target=outside, x=dx_, y=dx
         ),
     ]
+    program.narrow(*steps)
     plan = program.kernels.Plan(steps, operands, used)
     assert [step.name for step in plan.steps] == [step.name for step in steps]
     assert [repr(step) for step in plan.steps] == [repr(step) for step in steps]

@@ -147,7 +147,7 @@ def _graph(*steps: tuple[str, Any, tuple[int, ...]], shape: tuple[int, ...]) -> 
     """A chain of operations without parameters."""
     nodes: list[Node] = []
     for op, attrs, out in steps:
-        nodes.append(Node(op, attrs, (len(nodes) - 1,), out, True))
+        nodes.append(Node(op, attrs, (len(nodes) - 1,), out, True, torch.float64))
     return Graph(tuple(nodes), (InputMeta(shape, torch.float64, True),), (len(nodes) - 1,))
 
 

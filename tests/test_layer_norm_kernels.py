@@ -18,14 +18,14 @@ pytestmark = [
 EPS = 1e-3
 
 
-@pytest.fixture(params=[torch.float32, torch.float64], ids=["f32", "f64"])
+@pytest.fixture(params=[torch.float32, torch.float64, torch.bfloat16], ids=["f32", "f64", "bf16"])
 def program(request: pytest.FixtureRequest) -> Program:
     return Program(request.param)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    """In double precision, of what single precision can hold."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).double()
+    """In double precision, of what bfloat16 can hold."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16().double()
 
 
 def expected(x: Tensor, weight: Tensor | None, bias: Tensor | None, centered: bool) -> Tensor:
@@ -44,9 +44,16 @@ SHAPES = [(1, 5, 1), (3, 7, 64), (2, 1, 3), (1, 33, 200), (9, 12, 64), (2, 4, 67
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("centered", [True, False])
+@pytest.mark.parametrize("wide", [(False, False), (True, False), (True, True)])
 def test_layer_norm(
-    program: Program, shape: tuple[int, int, int], affine: bool, centered: bool
+    program: Program,
+    shape: tuple[int, int, int],
+    affine: bool,
+    centered: bool,
+    wide: tuple[bool, bool],
 ) -> None:
+    if program.dtype != torch.bfloat16 and any(wide):
+        pytest.skip("there is one type of numbers")
     panels, channels, columns = shape
     x = (3 * normal(*shape) + 2).requires_grad_()
     weight = normal(channels, seed=1).requires_grad_() if affine else None
@@ -55,7 +62,7 @@ def test_layer_norm(
     y.backward(dy)
     p, n = program, program.native
     sizes = {"panels": panels, "channels": channels, "columns": columns}
-    norm = {**sizes, "eps": EPS, "centered": centered}
+    norm = {**sizes, "eps": EPS, "centered": centered, "wide_x": wide[0], "wide_y": wide[1]}
     ids = {"x": p.add(x)}
     if weight is not None:
         ids["weight"] = p.add(weight)
@@ -79,6 +86,12 @@ def test_layer_norm(
     variance = x.detach().transpose(1, 2)
     square = variance.var(-1, correction=0) if centered else variance.square().mean(-1)
     close(p[moments["scale"]].reshape(panels, columns), (square + EPS).rsqrt())
+
+
+def test_float32_is_not_made_from_bfloat16(program: Program) -> None:
+    sizes = {"panels": 1, "channels": 2, "columns": 3}
+    with pytest.raises(ValueError, match="y is wide only if x is"):
+        program.native.LayerNormForward(**sizes, x=0, y=1, wide_y=True)
 
 
 def test_without_parts_that_nobody_wants(program: Program) -> None:

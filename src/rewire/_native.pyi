@@ -6,6 +6,7 @@ from torch import Tensor
 
 f32: _Kernels
 f64: _Kernels
+bf16: _Kernels
 
 def supported() -> list[str]: ...
 def current() -> str: ...
@@ -384,8 +385,9 @@ class InputNorm:
 
 class Kind(Enum):
     values = 0
-    indices = 1
-    bytes = 2
+    numbers = 1
+    indices = 2
+    bytes = 3
 
 class Layout(Enum):
     contiguous = 0
@@ -412,6 +414,8 @@ class Step:
     def name(self) -> str: ...
     @property
     def elementwise(self) -> bool: ...
+    @property
+    def wide(self) -> bool: ...
     def needs(self) -> list[Need]: ...
 
 class ConvForward(Step):
@@ -448,6 +452,7 @@ class ConvForward(Step):
         relu: bool = ...,
         mean: int = ...,
         variance: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class ConvBackward(Step):
@@ -493,6 +498,7 @@ class ConvBackward(Step):
         dbias: int = ...,
         dnorm: NormGradientOperands | None = ...,
         relu_sums: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class WeightGradient(Step):
@@ -523,6 +529,7 @@ class WeightGradient(Step):
         deferred: DeferredGradient | None = ...,
         dvalues: int,
         dbias: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class InputGradient(Step):
@@ -544,6 +551,7 @@ class InputGradient(Step):
         values: int,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class LinearRows(Step):
@@ -571,6 +579,7 @@ class LinearRows(Step):
         x: int,
         y: int,
         relu: bool = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class LinearRowsBackward(Step):
@@ -604,6 +613,7 @@ class LinearRowsBackward(Step):
         dx: int = ...,
         dvalues: int,
         dbias: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class LinearRowsInputGradient(Step):
@@ -625,6 +635,7 @@ class LinearRowsInputGradient(Step):
         values: int,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class LayerNormForward(Step):
@@ -650,6 +661,10 @@ class LayerNormForward(Step):
     def mean(self) -> int: ...
     @property
     def scale(self) -> int: ...
+    @property
+    def wide_x(self) -> bool: ...
+    @property
+    def wide_y(self) -> bool: ...
     def __init__(
         self,
         *,
@@ -664,6 +679,9 @@ class LayerNormForward(Step):
         y: int,
         mean: int = ...,
         scale: int = ...,
+        wide_x: bool = ...,
+        wide_y: bool = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class LayerNormBackward(Step):
@@ -693,6 +711,10 @@ class LayerNormBackward(Step):
     def dweight(self) -> int: ...
     @property
     def dbias(self) -> int: ...
+    @property
+    def wide_x(self) -> bool: ...
+    @property
+    def wide_y(self) -> bool: ...
     def __init__(
         self,
         *,
@@ -709,6 +731,9 @@ class LayerNormBackward(Step):
         dx: int = ...,
         dweight: int = ...,
         dbias: int = ...,
+        wide_x: bool = ...,
+        wide_y: bool = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class TransposeEach(Step):
@@ -730,6 +755,7 @@ class TransposeEach(Step):
         columns: int,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Moments(Step):
@@ -754,6 +780,7 @@ class Moments(Step):
         x: int,
         mean: int,
         variance: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Track(Step):
@@ -781,6 +808,7 @@ class Track(Step):
         variance: int,
         running_mean: int,
         running_variance: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class NormForward(Step):
@@ -808,6 +836,7 @@ class NormForward(Step):
         x: int,
         residual: int = ...,
         z: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class NormBackward(Step):
@@ -853,6 +882,7 @@ class NormBackward(Step):
         dweight: int = ...,
         dbias: int = ...,
         factors: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class ResolveDeferred(Step):
@@ -880,6 +910,7 @@ class ResolveDeferred(Step):
         x: int,
         factors: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class RowSums(Step):
@@ -901,6 +932,7 @@ class RowSums(Step):
         panel_rows: int = ...,
         x: int,
         sums: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class MaxPool(Step):
@@ -922,6 +954,7 @@ class MaxPool(Step):
         x: int,
         y: int,
         which: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class MaxPoolBackward(Step):
@@ -949,6 +982,7 @@ class MaxPoolBackward(Step):
         which: int,
         dx: int,
         dnorm: NormGradientOperands | None = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class AvgPool(Step):
@@ -964,6 +998,7 @@ class AvgPool(Step):
         pool: Pool,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class AvgPoolBackward(Step):
@@ -979,6 +1014,7 @@ class AvgPoolBackward(Step):
         pool: Pool,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class GlobalMean(Step):
@@ -994,6 +1030,7 @@ class GlobalMean(Step):
         images: Images,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class GlobalMeanBackward(Step):
@@ -1009,6 +1046,7 @@ class GlobalMeanBackward(Step):
         images: Images,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Slice(Step):
@@ -1030,6 +1068,7 @@ class Slice(Step):
         value: float = ...,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class SliceBackward(Step):
@@ -1048,6 +1087,7 @@ class SliceBackward(Step):
         slicing: Thinning,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Pad(Step):
@@ -1069,6 +1109,7 @@ class Pad(Step):
         value: float = ...,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class PadBackward(Step):
@@ -1087,6 +1128,7 @@ class PadBackward(Step):
         padding: Padding,
         dy: int,
         dx: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Relayout(Step):
@@ -1108,6 +1150,7 @@ class Relayout(Step):
         target: Layout,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Activation(Enum):
@@ -1174,12 +1217,15 @@ class Access:
     def strides(self) -> list[int]: ...
     @property
     def offset(self) -> int: ...
+    @property
+    def wide(self) -> bool: ...
     def __init__(
         self,
         *,
         operand: int,
         strides: list[int],
         offset: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class SlotAccess:
@@ -1192,6 +1238,8 @@ class SlotAccess:
     def strides(self) -> list[int]: ...
     @property
     def offset(self) -> int: ...
+    @property
+    def wide(self) -> bool: ...
     def __init__(
         self,
         *,
@@ -1199,6 +1247,7 @@ class SlotAccess:
         operand: int,
         strides: list[int],
         offset: int = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class NormSums:
@@ -1257,6 +1306,7 @@ class Pointwise(Step):
         writes: list[SlotAccess] = ...,
         sums: list[SlotAccess] = ...,
         norm_sums: list[NormSums] = ...,
+        wide: bool = ...,
     ) -> None: ...
 
 class Copy(Step):
@@ -1272,6 +1322,7 @@ class Copy(Step):
         length: int,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Fill(Step):
@@ -1287,6 +1338,26 @@ class Fill(Step):
         length: int,
         value: float,
         y: int,
+        wide: bool = ...,
+    ) -> None: ...
+
+class Convert(Step):
+    @property
+    def length(self) -> int: ...
+    @property
+    def widen(self) -> bool: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        length: int,
+        widen: bool,
+        x: int,
+        y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Dropout(Step):
@@ -1308,6 +1379,7 @@ class Dropout(Step):
         seed: int,
         x: int,
         y: int,
+        wide: bool = ...,
     ) -> None: ...
 
 class Plan:

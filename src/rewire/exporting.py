@@ -126,9 +126,11 @@ def read_csr(path: Path_) -> dict[str, Tensor]:
             raise ValueError(f'{path} was not written by rewire.export(..., format="csr")')
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, size in sizes.items():
-        parts = [state.pop(f"{name}.{part}") for part in _PARTS]
+        rows, columns, values = (state.pop(f"{name}.{part}") for part in _PARTS)
         with _no_warning():
-            state[name] = torch.sparse_csr_tensor(*parts, size=size, check_invariants=True)
+            state[name] = torch.sparse_csr_tensor(
+                rows, columns, values, size=size, check_invariants=True
+            )
     return state
 
 
@@ -162,7 +164,11 @@ def _export_onnx(model: nn.Module, path: Path, example: Any, sparse: bool) -> No
     proto = program.model_proto
     if sparse:
         _make_sparse(onnx, proto, _sparse_names(model))
-    files.write(path, lambda hidden: hidden.write_bytes(proto.SerializeToString()))
+
+    def save(hidden: Path) -> None:
+        hidden.write_bytes(proto.SerializeToString())
+
+    files.write(path, save)
 
 
 def _sparse_names(model: nn.Module) -> set[str]:

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
+import torch
+
 from rewire.engine import graph as ir
 from rewire.engine.graph import Graph, Node, Ref
 from rewire.engine.rules import POINTWISE
@@ -82,7 +84,8 @@ class _Rewriting:
 
     def add(self, op: str, attrs: Any, inputs: tuple[Ref, ...], shape: tuple[int, ...]) -> int:
         grad = any(ref is not None and self._requires_grad(ref) for ref in inputs)
-        self.nodes.append(Node(op, attrs, inputs, shape, grad))
+        dtype = attrs.dtype if op == "cast" else self._dtype(inputs[0])
+        self.nodes.append(Node(op, attrs, inputs, shape, grad, dtype))
         self.origin.append(self.node)
         return len(self.nodes) - 1
 
@@ -91,6 +94,10 @@ class _Rewriting:
 
     def shape(self, ref: int) -> tuple[int, ...]:
         return self.graph.nodes[ref].shape if ref >= 0 else self.graph.inputs[~ref].shape
+
+    def _dtype(self, ref: Ref) -> torch.dtype:
+        assert ref is not None
+        return self.nodes[ref].dtype if ref >= 0 else self.graph.inputs[~ref].dtype
 
     # What a value is
 

@@ -222,9 +222,10 @@ class _Region(Region):
         attrs: Any,
         operands: tuple[Tensor | None, ...],
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         updated: tuple[Tensor, ...] = (),
     ) -> Any:
-        lazy = super().append(op, attrs, operands, shape, updated)
+        lazy = super().append(op, attrs, operands, shape, dtype, updated)
         if lazy is not NotImplemented:
             self.places[lazy._index] = self._place(op, operands)
         return lazy
@@ -269,24 +270,27 @@ class _Region(Region):
             place, op = self.places[index], self.nodes[index][0]
         written = list(_written(step.arguments))
         first = written[0]
-        dtype = _name(self.dtype) if first.element == self.dtype.itemsize else "uint8"
         size = sum(buffer.bytes for buffer in written)
         return PlannedStep(
-            *(step.name, op, place, step.fused, first.shape, first.layout.value, dtype, size)
+            *(step.name, op, place, step.fused, first.shape),
+            *(first.layout.value, _name(first.dtype), size),
         )
 
     def _by_torch(self, index: int) -> PlannedStep:
-        op, _, _, shape, _ = self.nodes[index]
-        size = math.prod(shape) * self.dtype.itemsize
+        op, _, _, shape, _, dtype = self.nodes[index]
+        size = math.prod(shape) * dtype.itemsize
         fused = ("a layer by itself" if op in PRODUCTS else "by torch",)
         return PlannedStep(
-            *(op, op, self.places[index], fused, shape, "contiguous", _name(self.dtype), size)
+            *(op, op, self.places[index], fused, shape, "contiguous", _name(dtype), size)
         )
+
+    def _dtypes(self) -> str:
+        return " and ".join(sorted({_name(node[5]) for node in self.nodes}))
 
     def planned(self) -> PlannedRegion:
         return PlannedRegion(
             *(len(self.nodes), self.functions, tuple(self.forward), tuple(self.backward)),
-            *(self.arena, _name(self.dtype), tuple(self.outputs), self.end),
+            *(self.arena, self._dtypes(), tuple(self.outputs), self.end),
         )
 
 

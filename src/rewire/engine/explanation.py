@@ -11,16 +11,17 @@ from rewire.engine.places import Place
 from rewire.summary import _bytes
 
 _WIDTH = 120
-_COLUMNS = ("module", "kernel", "also does", "output", "layout", "written")
+_COLUMNS = ("module", "kernel", "also does", "output", "dtype", "layout", "written")
 _MODULE, _FUSED = 30, 34  # the widest that these columns get
 _OFF = (
     "The engine is off for this model: its layers run one by one.\n"
     "Turn it on with rewire.use_engine(model)."
 )
 _LEGEND = (
-    "Track updates running statistics, Relayout copies to another layout, moments are mean and variance "
-    "of the output; what a kernel also does has no step of its own. Layouts: contiguous is torch's, panels "
-    "(faster) and batch-last have samples innermost, flat are vectors. More: docs/performance.md."
+    "Track updates running statistics, Relayout copies to another layout, Convert to another dtype; "
+    "moments are mean and variance of the output; what a kernel also does has no step of its own. Layouts: "
+    "contiguous is torch's, panels (faster) and batch-last have samples innermost, flat are vectors. "
+    "More: docs/performance.md."
 )
 _ONE_LAYER = (
     "The model is a single sparse layer, which runs by itself: "
@@ -87,7 +88,7 @@ class PlannedRegion:
         functions: into so many functions of autograd the values that somebody holds divide it.
         forward, backward: kernel calls, in order.
         arena: bytes of the memory that both passes work in.
-        dtype: of all values.
+        dtype: of the values; several are joined with " and ".
         outputs: the values that left it. All others exist inside only, or not at all.
         end: why it ran.
     """
@@ -262,15 +263,14 @@ def _value(value: Value) -> str:
 
 
 def _table(title: str, steps: Sequence[PlannedStep]) -> list[str]:
-    rows = [(title, *_COLUMNS[1:])]
+    rows: list[tuple[str, ...]] = [(title, *_COLUMNS[1:])]
     for step in steps:
         name = "(input)" if step.op == "input" else step.module or "(model)"
         name = name if len(name) <= _MODULE else "…" + name[1 - _MODULE :]
         fused = textwrap.wrap(", ".join(step.fused), _FUSED) or [""]
-        rows.append(
-            (name, step.name, fused[0], _shape(step.shape), step.layout, _bytes(step.bytes))
-        )
-        rows += [("", "", more, "", "", "") for more in fused[1:]]
+        output = _shape(step.shape), step.dtype, step.layout, _bytes(step.bytes)
+        rows.append((name, step.name, fused[0], *output))
+        rows += [("", "", more, "", "", "", "") for more in fused[1:]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  "

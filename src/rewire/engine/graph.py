@@ -16,6 +16,12 @@ Ref = int | None
 operand that is absent."""
 
 
+def numbers(dtype: torch.dtype) -> torch.dtype:
+    """The type of sums and statistics beside values of a type, and of a layer's parameters: float32 beside
+    bfloat16, else the same."""
+    return torch.float32 if dtype is torch.bfloat16 else dtype
+
+
 class InputMeta(NamedTuple):
     """An ordinary tensor that the region reads."""
 
@@ -25,13 +31,18 @@ class InputMeta(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One operation. Every operation has one output."""
+    """One operation. Every operation has one output.
+
+    The values that it reads have the dtype of its output; only ``cast`` changes that. Parameters, running
+    statistics among them, have this dtype or that of its :func:`numbers`.
+    """
 
     op: str  # key into the table of operations
     attrs: Hashable  # its static arguments, one of the tuples below
     inputs: tuple[Ref, ...]
     shape: tuple[int, ...]  # of the output
     requires_grad: bool
+    dtype: torch.dtype  # of the output
 
 
 class Graph(NamedTuple):
@@ -40,6 +51,12 @@ class Graph(NamedTuple):
     nodes: tuple[Node, ...]
     inputs: tuple[InputMeta, ...]
     outputs: tuple[int, ...]  # ascending
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the kernels: bfloat16 if any value is, which may have values of float32 beside."""
+        kinds = {node.dtype for node in self.nodes} | {meta.dtype for meta in self.inputs}
+        return torch.bfloat16 if torch.bfloat16 in kinds else self.inputs[0].dtype
 
     @classmethod
     def of(
@@ -62,6 +79,12 @@ class Activation(NamedTuple):
         0.0  # its parameters: slope, alpha and scale, lower and upper bound, beta and threshold
     )
     q: float = 0.0
+
+
+class Cast(NamedTuple):
+    """Of ``cast`` (x): the same numbers, rounded to another dtype."""
+
+    dtype: torch.dtype
 
 
 class Affine(NamedTuple):

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine import observe
-from rewire.engine.parse.base import No, dtype_of, shape_of
+from rewire.engine.parse.base import No, cast, dtype_of, may_read, shape_of
 from rewire.engine.region import Region
 from rewire.engine.scope import active, recording
 from rewire.ops import products
+from rewire.ops.precision import input_dtype
 from rewire.ops.reference import LINEAR, Convolution
 from rewire.ops.topology import Topology
 
@@ -22,7 +23,7 @@ def conv2d(layer: Any, x: Any) -> Any:
     begun = _begun(layer, x)
     if begun is None:
         return No
-    region, values, bias, topology = begun
+    region, x, values, bias, topology = begun
     if layer._pad_first is not None:
         return _alone(layer, x, "its padding is not the same zeros on both sides")
     conv: Convolution = layer.sizes
@@ -32,7 +33,7 @@ def conv2d(layer: Any, x: Any) -> Any:
     out = products.output_shape(conv, shape, layer.out_channels)
     if min(out) < 1 or shape[0] < 1:
         return _alone(layer, x, "its output is empty")
-    topology = products.check_layer(conv, shape[1], values.dtype, values, bias, topology)
+    topology = products.check_layer(conv, shape[1], dtype_of(x), values, bias, topology)
     sizes = (conv.kernel, conv.stride, conv.padding, conv.dilation)
     attrs = ir.Conv(*sizes, len(region.topologies), layer.probe is not None)
     return _layer(region, "conv2d", attrs, layer, (x, values, bias), out, topology)
@@ -43,13 +44,13 @@ def linear(layer: Any, x: Any) -> Any:
     begun = _begun(layer, x)
     if begun is None:
         return No
-    region, values, bias, topology = begun
+    region, x, values, bias, topology = begun
     shape = shape_of(x)
     if len(shape) < 2 or shape[-1] != layer.in_features:
         return _alone(layer, x, "its input is not of shape (..., features)")
     if 0 in shape or layer.out_features < 1:
         return _alone(layer, x, "its output is empty")
-    topology = products.check_layer(LINEAR, shape[-1], values.dtype, values, bias, topology)
+    topology = products.check_layer(LINEAR, shape[-1], dtype_of(x), values, bias, topology)
     attrs = ir.Linear(len(region.topologies), layer.probe is not None)
     out = (*shape[:-1], layer.out_features)
     return _layer(region, "linear", attrs, layer, (x, values, bias), out, topology)
@@ -60,9 +61,9 @@ def by_itself(layer: Any, x: Any) -> None:
     _alone(layer, x, f"a {type(layer).__name__} is not recorded")
 
 
-def _begun(layer: Any, x: Any) -> tuple[Region, Tensor, Tensor | None, Topology] | None:
-    """The region to record a layer into, and the layer's values, bias and connections; None if the layer
-    computes its output itself."""
+def _begun(layer: Any, x: Any) -> tuple[Region, Any, Tensor, Tensor | None, Topology] | None:
+    """The region to record a layer into, its input as autocast makes it, its values, bias and connections;
+    None if the layer computes its output itself."""
     if torch.compiler.is_compiling():
         return None
     if active() and isinstance(x, Tensor):
@@ -70,9 +71,10 @@ def _begun(layer: Any, x: Any) -> tuple[Region, Tensor, Tensor | None, Topology]
             _alone(layer, x, "one sample takes less time than recording it")
             return None
         values, bias, topology = layer.parts
-        region = recording(values.dtype)
-        if region is not None and dtype_of(x) is values.dtype:
-            return region, values, bias, topology
+        dtype = input_dtype(dtype_of(x), "cpu")
+        region = recording(dtype) if may_read(dtype, values.dtype) else None
+        if region is not None and (read := cast(region, x, dtype)) is not No:
+            return region, read, values, bias, topology
     _alone(layer, x)
     return None
 
@@ -88,7 +90,7 @@ def _layer(
     # Before the node: another thread may run the region as soon as it has that.
     region.topologies.append(topology)
     region.probes.append(layer.probe)
-    lazy = region.append(op, attrs, operands, out)
+    lazy = region.append(op, attrs, operands, out, dtype_of(operands[0]))
     return _alone(layer, operands[0]) if lazy is No else lazy
 
 

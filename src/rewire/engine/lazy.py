@@ -161,16 +161,16 @@ class Shadow(torch.autograd.Function):
 
 def make(region: Any, index: int) -> LazyTensor:
     """The tensor of a node."""
-    op, _, _, shape, _ = region.nodes[index]
+    op, _, _, shape, _, dtype = region.nodes[index]
     if op not in STRIDED:
-        return private.make_wrapper(LazyTensor, shape, dtype=region.dtype)
+        return private.make_wrapper(LazyTensor, shape, dtype=dtype)
     strides = _strides(region, index)
-    return private.make_wrapper(LazyTensor, shape, strides=strides, dtype=region.dtype)
+    return private.make_wrapper(LazyTensor, shape, strides=strides, dtype=dtype)
 
 
 def _strides(region: Any, index: int) -> tuple[int, ...]:
     """Those of torch's result; of what is no view, as if it was contiguous."""
-    op, attrs, inputs, shape, _ = region.nodes[index]
+    op, attrs, inputs, shape, *_ = region.nodes[index]
     if op == "slice":
         rows, columns, down, across = _strides(region, inputs[0])
         return (rows, columns, attrs.down * down, attrs.across * across)

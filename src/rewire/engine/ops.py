@@ -12,15 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rewire import ops
 from rewire.engine import graph as ir
 from rewire.engine.run import Data
-from rewire.ops import layout, native
+from rewire.ops import eager, layout, native
 from rewire.ops.reference import convolution
 
 
 def _conv2d(a: ir.Conv, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    return ops.conv2d(
+    return eager.conv2d_as_it_is(
         *(x, values.reshape(-1, 1), bias, data.topologies[a.topology], convolution(*a[:4])),
         probe=data.probes[a.topology],
     )
@@ -28,7 +27,7 @@ def _conv2d(a: ir.Conv, data: Data, x: Tensor, values: Tensor, bias: Tensor | No
 
 def _linear(a: ir.Linear, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     topology, probe = data.topologies[a.topology], data.probes[a.topology]
-    y = ops.linear(x.flatten(0, -2), values, bias, topology, probe=probe)
+    y = eager.linear_as_it_is(x.flatten(0, -2), values, bias, topology, probe)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -55,7 +54,9 @@ def _layer_norm(
 ) -> Tensor:
     if a.centered:
         return F.layer_norm(x, x.shape[-1:], weight, bias, a.eps)
-    return F.rms_norm(x, x.shape[-1:], weight, a.eps)
+    if weight is None or weight.dtype is x.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, a.eps)
+    return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, a.eps).to(x.dtype)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
@@ -118,6 +119,7 @@ EAGER: dict[str, Eager] = {
     "linear": _linear,
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
+    "cast": lambda a, data, x: x.to(a.dtype),
     "relu": lambda a, data, x: F.relu(x),
     "activation": lambda a, data, x: ACTIVATIONS[a.kind](x, a.p, a.q),
     "affine": _affine,
@@ -154,7 +156,7 @@ def interpret(
         data: what else nodes refer to.
     """
     found: list[Tensor] = []
-    for op, attrs, inputs, _, _ in nodes:
+    for op, attrs, inputs, *_ in nodes:
         found.append(EAGER[op](attrs, data, *reads(inputs, found, tensors)))
     return found
 

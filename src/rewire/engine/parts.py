@@ -119,8 +119,8 @@ class Run:
             return ~at
 
         inside = [
-            (op, attrs, tuple(map(place, inputs)), shape, grad)
-            for op, attrs, inputs, shape, grad in (self.nodes[i] for i in members)
+            (op, attrs, tuple(map(place, inputs)), *rest)
+            for op, attrs, inputs, *rest in (self.nodes[i] for i in members)
         ]
         return inside, metas, tensors, written
 
@@ -128,7 +128,7 @@ class Run:
         """The value of a node with its place in the graph: a view is made now, of what is there."""
         value = self.found.get(index)
         if value is None:
-            op, attrs, inputs, _, _ = self.nodes[index]
+            op, attrs, inputs, *_ = self.nodes[index]
             assert op in VIEWS
             source = self._value(inputs[0])
             if index in self.linked:
@@ -160,7 +160,7 @@ def _divided(
     more of them comes first: it may be read by what leads to less, never the other way round."""
     parts = [0] * len(nodes)  # the values, as bits, that a node leads to
     for i in range(len(parts) - 1, -1, -1) if grad else ():
-        _, _, inputs, _, requires_grad = nodes[i]
+        _, _, inputs, _, requires_grad, _ = nodes[i]
         if requires_grad and i in live:
             parts[i] |= 1 << i
         for r in inputs:
@@ -186,7 +186,7 @@ def _divided(
 def _better_by_torch(ops: Sequence[str]) -> bool:
     """Whether there is nothing to gain from a plan: a layer by itself, or operations around layers, which
     would have to move their tensors to another layout and back."""
-    computed = [op for op in ops if op not in VIEWS]
+    computed = [op for op in ops if op not in VIEWS and op != "cast"]
     return computed in _ALONE or not any(op in _PLANNED for op in computed)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
+import torch
+
 ALIGNMENT = 64  # bytes: a cache line
 SEGMENTS = 8  # of a backward pass whose gradients are handed out as it goes on
 SEGMENT_BYTES = 1 << 14  # of gradients: less is not worth a function of autograd
@@ -44,20 +46,20 @@ class Window(NamedTuple):
 
 @dataclass(eq=False)
 class Buffer:
-    """Memory that steps read and write: ``elements`` of the region's type, or bytes."""
+    """Memory that steps read and write."""
 
     shape: tuple[int, ...]
     layout: Layout
     role: Role
     number: int = 0  # of an input, output or gradient
-    element: int = 0  # bytes of an element
+    dtype: torch.dtype = torch.uint8
     offset: int = -1  # in the arena
     base: Buffer | None = None  # whose memory this is, seen as another shape
     window: Window | None = None  # if it is a part of the base
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * self.element
+        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def root(self) -> Buffer:
@@ -66,7 +68,7 @@ class Buffer:
     def seen_as(self, shape: tuple[int, ...], layout: Layout | None = None) -> Buffer:
         """The same memory as another shape, or another layout of which it is one as well."""
         layout = layout or self.layout
-        return Buffer(shape, layout, self.role, self.number, self.element, base=self.root)
+        return Buffer(shape, layout, self.role, self.number, self.dtype, base=self.root)
 
     def channels(self, first: int, last: int) -> Buffer:
         """Some channels of this tensor, in the same memory."""

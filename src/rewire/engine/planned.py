@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.engine.graph import Graph
+from rewire.engine.graph import Graph, numbers
 from rewire.engine.lowering import lower
 from rewire.engine.plan import SEGMENTS, Buffer, Layout, Role, Segment, Step, segments
 from rewire.engine.rules import PRODUCTS
@@ -34,15 +34,19 @@ _ENUMS = {"op": "Operation", "activation": "Activation"}
 
 
 class _Pass:
-    """The forward or the backward steps of a plan on the native side."""
+    """The forward or the backward steps of a plan on the native side.
 
-    def __init__(self, steps: list[Step], kernels: Any, arena: int) -> None:
+    Where some values are bfloat16, steps and operands that are float32 are marked as wide.
+    """
+
+    def __init__(self, steps: list[Step], dtype: torch.dtype, arena: int) -> None:
+        self.mixed = dtype is torch.bfloat16
         self.ids: dict[Any, int] = {}
         self.operands: list[Any] = []
         self.external: list[tuple[Role, int]] = []
         self.count = len(steps)
         made = [self._step(step) for step in steps]
-        self.plan = kernels.Plan(made, self.operands, arena)
+        self.plan = native.kernels_of(dtype).Plan(made, self.operands, arena)  # type: ignore[union-attr]
 
     def _step(self, step: Step) -> Any:
         arguments = {
@@ -50,7 +54,8 @@ class _Pass:
             for name, value in step.arguments.items()
             if value is not None
         }
-        return getattr(native.module(), step.name)(**arguments)
+        wide = _wide(step) if self.mixed else {}
+        return getattr(native.module(), step.name)(**arguments, **wide)
 
     def _argument(self, name: str, value: Any) -> Any:
         module = native.module()
@@ -66,6 +71,8 @@ class _Pass:
             return getattr(module, _SIZES[name])(*value)
         if name in _OPERANDS:
             inner = {k: self._argument(k, v) for k, v in value.items() if v is not None}
+            if self.mixed and "strides" in value and value["operand"].dtype is torch.float32:
+                inner["wide"] = True
             return getattr(module, _OPERANDS[name])(**inner)
         return value
 
@@ -109,10 +116,25 @@ class _Pass:
         )
 
 
+def _wide(step: Step) -> dict[str, bool]:
+    """What tells a step of a plan with bfloat16 values that those it works on are float32."""
+    if step.name in ("Pointwise", "Convert"):  # each operand for itself
+        return {}
+    if step.name.startswith("LayerNorm"):
+        given = step.arguments
+        pairs = {"wide_x": given["x"], "wide_y": given.get("dy", given.get("out_y"))}
+        return {name: buffer.dtype is torch.float32 for name, buffer in pairs.items()}
+    floats = [buffer for buffer in step.buffers() if buffer.dtype.is_floating_point]
+    values = [buffer for buffer in floats if buffer.layout is not Layout.FLAT] or floats
+    (dtype,) = {buffer.dtype for buffer in values}
+    return {"wide": dtype is torch.float32}
+
+
 class Planned:
     """Runs a graph by its plan.
 
     Attributes:
+        dtype: of its kernels: bfloat16 if any value is.
         graph: what is computed.
         plan: by which steps.
         steps: those of the backward pass.
@@ -121,11 +143,10 @@ class Planned:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph, self.like = graph, torch.empty(0, dtype=graph.inputs[0].dtype)
-        self._kernels: Any = native.kernels(self.like)
-        self.plan = lower(graph, layout.panel_width(self._kernels))
-        self._forward = _Pass(self.plan.forward, self._kernels, self.plan.arena)
-        self.steps = _Pass(self.plan.backward, self._kernels, self.plan.arena)
+        self.graph, self.dtype = graph, graph.dtype
+        self.plan = lower(graph, layout.panel_width(native.kernels_of(self.dtype)))
+        self._forward = _Pass(self.plan.forward, self.dtype, self.plan.arena)
+        self.steps = _Pass(self.plan.backward, self.dtype, self.plan.arena)
         self.exports = 2 * sum(map(len, self.plan.probes.values()))
         inputs, outputs = len(graph.inputs), len(graph.outputs)
         numbers = [node.attrs.topology for node in graph.nodes if node.op in PRODUCTS]  # type: ignore[attr-defined]
@@ -144,8 +165,9 @@ class Planned:
 
     def forward(self, run: Run) -> list[Tensor]:
         """The values that escape; the run keeps the arena, which the backward pass reads."""
-        outputs = [self.empty(self.graph.nodes[ref].shape) for ref in self.graph.outputs]
-        run.arena = self.empty((-(-self.plan.arena // self.like.element_size()),))
+        nodes = [self.graph.nodes[ref] for ref in self.graph.outputs]
+        outputs = [_empty(node.shape, node.dtype) for node in nodes]
+        run.arena = self.new_arena()
         self._forward.run([*self.given(run), *outputs], run)
         return outputs
 
@@ -154,7 +176,7 @@ class Planned:
         where the backward pass reads it."""
         steps = self.plan.forward
         last = next(at for at, step in enumerate(steps) if step.node >= 0)
-        run.arena = self.empty((-(-self.plan.arena // self.like.element_size()),))
+        run.arena = self.new_arena()
         self._forward.run([*self.given(run), *[None] * len(self.graph.outputs)], run, 0, last)
 
     def backward(
@@ -169,8 +191,13 @@ class Planned:
         layers = run.data.topologies[: self._layers]
         return [*inputs, *(vector for topology in layers for vector in topology)]
 
-    def empty(self, shape: tuple[int, ...]) -> Tensor:
-        return native.empty(self._kernels, shape, layout.contiguous_strides(shape), self.like)
+    def new_arena(self) -> Tensor:
+        dtype = numbers(self.dtype)
+        return _empty((-(-self.plan.arena // dtype.itemsize),), dtype)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return native.empty(shape, layout.contiguous_strides(shape), dtype)
 
 
 class Backward:
@@ -188,16 +215,20 @@ class Backward:
             run = copy.copy(run)
             run.arena = arena.clone()
         self._planned, self._run, self._done = planned, run, 0
-        shapes = [graph.nodes[ref].shape for ref in graph.outputs]
+        nodes = [graph.nodes[ref] for ref in graph.outputs]
         given = [
-            planned.like.new_zeros(shape) if grad is None else grad.contiguous()
-            for grad, shape in zip(grads, shapes, strict=True)
+            torch.zeros(node.shape, dtype=node.dtype, device="cpu")
+            if grad is None
+            else grad.contiguous()
+            for grad, node in zip(grads, nodes, strict=True)
         ]
         self._given = [*planned.given(run), *given]
         self._found: list[Tensor | None] = [None] * len(graph.inputs)
         for role, number in planned.steps.external:
             if role is Role.INPUT_GRAD:
-                self._found[number] = planned.empty(tuple(run.tensors[number].shape))  # type: ignore[union-attr]
+                tensor = run.tensors[number]
+                assert tensor is not None
+                self._found[number] = _empty(tuple(tensor.shape), tensor.dtype)
         self._reached = _reached(graph, grads) if any(grad is None for grad in grads) else None
 
     def take(self, segment: Segment, wanted: Sequence[bool]) -> list[Tensor | None]:
@@ -219,7 +250,9 @@ class Backward:
             exports: list[Any] = [None] * self._planned.exports
             for _, *buffers in shown:
                 for buffer in buffers:
-                    exports[buffer.number] = layout.empty(buffer.shape, self._planned.like)
+                    exports[buffer.number] = native.empty(
+                        buffer.shape, layout.strides(buffer.shape), buffer.dtype
+                    )
             tensors = [*self._given, *self._found, *exports]
             self._planned.steps.run(tensors, self._run, self._done, stop)
             self._done = stop

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rewire.engine import private
-from rewire.engine.graph import VIEWS, InputMeta, root
+from rewire.engine.graph import VIEWS, InputMeta, numbers, root
 from rewire.engine.lazy import LazyTensor, Shadow, ShadowBackward, data_of, make
 from rewire.engine.observe import Why
 from rewire.engine.ops import EAGER, interpret, reads
@@ -48,6 +48,7 @@ class Region:
     """Nodes, the ordinary tensors that they read, and weak references to their lazy tensors.
 
     Attributes:
+        dtype: float64, or float32 where values are of float32 and bfloat16.
         nodes: plain tuples with the fields of :class:`rewire.engine.graph.Node`.
         tensors, metas, stamps: what the region reads, what it is like, and what would tell that it was
             changed since.
@@ -102,7 +103,9 @@ class Region:
         if kind not in _READABLE:
             return None
         data = data_of(tensor) if kind is LazyTensor else tensor
-        if data.dtype is not self.dtype or not self.kernels or not data.is_cpu or data.is_neg():
+        if numbers(data.dtype) is not self.dtype or not self.kernels:
+            return None
+        if not data.is_cpu or data.is_neg():
             return None
         if data.layout is not torch.strided:
             return None
@@ -114,7 +117,7 @@ class Region:
         grad = self.grad and _requires_grad(tensor)
         self.tensors.append(tensor)
         self.stamps.append(stamp)
-        self.metas.append(InputMeta(tuple(data.shape), self.dtype, grad))
+        self.metas.append(InputMeta(tuple(data.shape), data.dtype, grad))
         self._pointers.add(stamp[1])
         self._inputs[key] = known
         return ~known
@@ -136,6 +139,7 @@ class Region:
         attrs: Any,
         operands: tuple[Tensor | None, ...],
         shape: tuple[int, ...],
+        dtype: torch.dtype,
         updated: tuple[Tensor, ...] = (),
     ) -> Any:
         """Record a node and return its lazy tensor; NotImplemented, and nothing recorded, if an operand
@@ -163,7 +167,7 @@ class Region:
             if updated and False in [self._hide(buffer) for buffer in updated]:
                 return NotImplemented
             index = len(self.nodes)
-            self.nodes.append((op, attrs, tuple(refs), shape, bool(wanted)))
+            self.nodes.append((op, attrs, tuple(refs), shape, bool(wanted), dtype))
             lazy = _shadow(self, index, positions, *wanted) if wanted else make(self, index)
             lazy._region = self
             lazy._index = index
@@ -224,7 +228,7 @@ class Region:
         for k, (tensor, stamp) in enumerate(zip(self.tensors, self.stamps, strict=True)):
             if tensor is None or _stamp(tensor) == stamp:
                 continue
-            for op, _, inputs, _, _ in self.nodes:
+            for op, _, inputs, *_ in self.nodes:
                 if ~k in inputs:
                     operand = _OPERANDS.get(op, ("input",))[inputs.index(~k)]
                     return _CHANGED.format(op=op, operand=operand, shape=self.metas[k].shape)
@@ -335,9 +339,13 @@ class Region:
 
     def gradients(self, index: int, positions: list[int], dy: Tensor) -> list[Tensor | None]:
         """The gradients of some operands of a node, given that of its output."""
+        with private.without_autocast():
+            return self._gradients(index, positions, dy)
+
+    def _gradients(self, index: int, positions: list[int], dy: Tensor) -> list[Tensor | None]:
         again = torch.is_grad_enabled()
         data = self.data(False)
-        op, attrs, inputs, _, _ = self.nodes[index]
+        op, attrs, inputs, *_ = self.nodes[index]
         with self._lock:
             if self.changed() is not None:
                 raise RuntimeError(_CHANGED_LATER)

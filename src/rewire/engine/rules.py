@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from rewire.engine.graph import Graph, Node, Ref
 
 PRODUCTS = ("conv2d", "linear")
-POINTWISE = ("relu", "activation", "affine", "add", "sub", "mul", "div")
+POINTWISE = ("relu", "activation", "affine", "add", "sub", "mul", "div", "cast")
 _LARGEST_GROUP = 6  # operations of one pointwise kernel: its values stay in the first-level cache
 
 
@@ -49,6 +51,9 @@ class Uses:
     def shape(self, ref: int) -> tuple[int, ...]:
         return self.nodes[ref].shape if ref >= 0 else self.inputs[~ref].shape
 
+    def dtype(self, ref: int) -> torch.dtype:
+        return self.nodes[ref].dtype if ref >= 0 else self.inputs[~ref].dtype
+
     def is_op(self, ref: Ref, *ops: str) -> bool:
         """Whether a value is computed in the region, by one of these operations."""
         return ref is not None and ref >= 0 and self.nodes[ref].op in ops
@@ -58,6 +63,12 @@ def relu_after(uses: Uses, node: int) -> int | None:
     """The ReLU that is the only reader of a node, so that the node's own kernel can do it."""
     reader = uses.sole_reader(node)
     return reader if uses.is_op(reader, "relu") else None
+
+
+def cast_after(uses: Uses, node: int) -> int | None:
+    """The cast that is the only reader of a layer norm, which writes what the cast does."""
+    reader = uses.sole_reader(node)
+    return reader if uses.is_op(reader, "cast") else None
 
 
 def tail(uses: Uses, node: int) -> int:
@@ -77,8 +88,9 @@ def pointwise_reader(uses: Uses, node: int) -> int | None:
 
 
 def _group_size(uses: Uses, node: int) -> int:
-    """How many operations a pointwise kernel would compute for a value, if nothing limited it."""
-    size = 1
+    """How many operations a pointwise kernel would compute for a value, if nothing limited it; a cast is
+    what it does when it reads or writes."""
+    size = 0 if uses.is_op(node, "cast") else 1
     for ref in uses.nodes[node].inputs:
         if uses.is_op(ref, *POINTWISE, "batch_norm") and uses.sole_reader(ref) == node:
             assert ref is not None

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from rewire.engine import observe, private
+from rewire.engine.graph import numbers
 from rewire.engine.observe import Why
 from rewire.engine.region import Region
 from rewire.ops.sharding import has_fsdp
@@ -62,14 +63,14 @@ def active() -> bool:
 
 
 def recording(dtype: torch.dtype) -> Region | None:
-    """The region to record into on this thread, for tensors of a type; None where things are computed
-    at once."""
+    """The region to record into on this thread, for values of a type; None where things are computed
+    at once. One region has values of float32 and of bfloat16."""
     if torch.compiler.is_compiling():
         return None
     scope = _local.scope
     if scope is None or not scope.on or not scope.fits() or private.watched():
         return None
-    region = scope.region
+    region, dtype = scope.region, numbers(dtype)
     if region is None or region.closed or region.dtype is not dtype:
         if region is not None:
             region.run(Why.DTYPE)

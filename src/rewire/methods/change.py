@@ -166,7 +166,7 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
 
     return Change(
         after.connections,
-        after.follow(site.weights),
+        after.follow(site.weights).to(layer.parameter.dtype),
         optim.carry(optimizer, layer.parameter, follow),
         {key: after.follow(tensor) for key, tensor in site.state.items()},
     )

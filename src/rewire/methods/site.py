@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rewire import sampling
 from rewire.communication import Alone
 from rewire.connections import Connections
+from rewire.engine.graph import numbers
 from rewire.methods.arguments import check_integer, copy_of
 from rewire.methods.streaming import DenseGradient
 from rewire.nn.layer import ConnectedLayer
@@ -82,8 +83,8 @@ class Site:
 
     @property
     def weights(self) -> Tensor:
-        """The weights of A, to look at."""
-        return self.layer.gather(self.layer.parameter.detach())
+        """The weights of A, to look at; in float32 if they are bfloat16, as all that is computed here."""
+        return _wide(self.layer.gather(self.layer.parameter.detach()))
 
     @property
     def slopes(self) -> Tensor:
@@ -91,7 +92,7 @@ class Site:
         grad = self.layer.parameter.grad
         if grad is None:
             raise RuntimeError(f"{self.name} has no gradient: call step() before zero_grad()")
-        return self.layer.gather(grad.detach())
+        return _wide(self.layer.gather(grad.detach()))
 
     @property
     def free(self) -> int:
@@ -247,7 +248,8 @@ class Site:
             found["subset"] = layer.domain.of(*(copy_of(n, s[n]) for n in ("indptr", "indices")))
             if s["gradient"] is not None:
                 found["gradient"] = copy_of("gradient", s["gradient"])
-                _expect("gradient", found["gradient"], Like((len(found["subset"]),), weights.dtype))
+                like = Like((len(found["subset"]),), numbers(weights.dtype))
+                _expect("gradient", found["gradient"], like)
             if s.get("considered") is not None:
                 found["considered"] = check_integer("considered", s["considered"])
         return found
@@ -257,6 +259,11 @@ class Site:
         self.clear()
         for name, value in checked.items():
             setattr(self, name, value)
+
+
+def _wide(x: Tensor) -> Tensor:
+    """In the type of sums and scores."""
+    return x.to(numbers(x.dtype))
 
 
 class Like(NamedTuple):
@@ -292,7 +299,7 @@ class Probe:
         if observe is None:
             layer.probe = None
         elif layer.parameter.requires_grad:
-            observe(self._site, Batch(conv, x.detach(), dy.detach()))
+            observe(self._site, Batch(conv, _wide(x.detach()), _wide(dy.detach())))
 
 
 def find(model: nn.Module) -> list[Site]:

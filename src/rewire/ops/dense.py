@@ -27,14 +27,21 @@ def gradient_rows(
 ) -> Tensor:
     """The weight gradient of output units ``first`` to ``last`` at all columns: (last - first, width)."""
     products.check_gradient(conv, dy, x, dy.shape[1])
-    each = domain.n_out // domain.groups
     x, dy = products.image(x), products.image(dy)
     rows = x.new_empty((last - first, domain.width))
+    with torch.autocast(x.device.type, enabled=False):
+        _groups(conv, dy, x, first, last, domain, rows)
+    return rows
+
+
+def _groups(
+    conv: Convolution, dy: Tensor, x: Tensor, first: int, last: int, domain: Domain, rows: Tensor
+) -> None:
+    each = domain.n_out // domain.groups
     for group in range(first // each, -(-last // each)):
         begin, end = max(first, group * each), min(last, (group + 1) * each)
         inputs = x if domain.groups == 1 else _channels_of(group, x, domain, conv)
         _rows(conv, dy[:, begin:end], inputs, rows[begin - first : end - first])
-    return rows
 
 
 def _rows(conv: Convolution, dy: Tensor, x: Tensor, rows: Tensor) -> None:

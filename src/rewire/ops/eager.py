@@ -18,6 +18,7 @@ from rewire.engine.run import Probe
 from rewire.ops import (
     layout,
     operators,  # noqa: F401 (registers them)
+    precision,
     products,
     transforms,
 )
@@ -126,12 +127,6 @@ def _direct(x: Tensor, probe: Probe | None) -> bool:
     return True
 
 
-def _autocast(x: Tensor, values: Tensor) -> Tensor:
-    if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
-        return x.to(values.dtype)
-    return x
-
-
 def linear(
     x: Tensor,
     values: Tensor,
@@ -148,14 +143,23 @@ def linear(
         bias: (out units,) or None.
         topology: the connections, from :func:`rewire.ops.topology.build`.
         probe: called in the backward pass with (sizes, input, output gradient).
+
+    Under autocast ``x`` is converted, as a dense layer's is, and so the output; the parameters are read
+    as they are.
     """
     if probe is not None and torch.compiler.is_compiling():
         return _eager_linear(x, values, bias, topology, probe)
+    return linear_as_it_is(precision.autocast(x, values), values, bias, topology, probe)
+
+
+def linear_as_it_is(
+    x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology, probe: Probe | None
+) -> Tensor:
+    """The same whatever autocast says: ``x`` may be of half the precision of the parameters."""
     products.check_dims(x, 2, "linear")
     if not _direct(x, probe):
         y: Tensor = torch.ops.rewire.linear(x, values, bias, *topology)
         return y
-    x = _autocast(x, values)
     topology = products.check(LINEAR, x, values, bias, topology)
     return _product(x, values, bias, topology, LINEAR, probe)
 
@@ -172,11 +176,23 @@ def conv2d(
     other arguments are as for :func:`linear`."""
     if probe is not None and torch.compiler.is_compiling():
         return _eager_conv2d(x, values, bias, topology, conv, probe)
+    x = precision.autocast(x, values)
+    return conv2d_as_it_is(x, values, bias, topology, conv, probe)
+
+
+def conv2d_as_it_is(
+    x: Tensor,
+    values: Tensor,
+    bias: Tensor | None,
+    topology: Topology,
+    conv: Convolution,
+    probe: Probe | None,
+) -> Tensor:
+    """The same whatever autocast says, as :func:`linear_as_it_is`."""
     products.check_dims(x, 4, "conv2d")
     if not _direct(x, probe):
         y: Tensor = torch.ops.rewire.conv2d(x, values, bias, *topology, *transforms.sizes(conv))
         return y
-    x = _autocast(x, values)
     topology = products.check(conv, x, values, bias, topology)
     products.check_image(conv, x)
     return _product(x, values, bias, topology, conv, probe)

@@ -52,7 +52,7 @@ def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
     kernels = native.kernels(like)
     if kernels is None:
         return torch.empty_strided(shape, strides(shape), dtype=like.dtype, device=like.device)
-    return native.empty(kernels, shape, strides(shape), like)
+    return native.empty(shape, strides(shape), like.dtype)
 
 
 def to_batch_last(x: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class PerformanceWarning(UserWarning):
 from_capsule: Callable[[Any], Tensor] = (
     torch._C._from_dlpack
 )  # torch.from_dlpack looks at more first
-KERNEL_DTYPES = (torch.float32, torch.float64)
+KERNEL_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _LARGE = 1 << 16  # bytes from which kept memory is worth its bookkeeping
 
 
@@ -51,7 +51,7 @@ def instruction_sets() -> list[str]:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx512", "avx2", "generic", or "reference" without kernels."""
+    """The instruction set in use: "avx512_bf16", "avx512", "avx2", "generic", or "reference" without kernels."""
     return "reference" if _module is None else str(_module.current())
 
 
@@ -78,13 +78,18 @@ def module() -> Any:
 
 def kernels(x: Tensor) -> _Kernels | None:
     """The kernels for the device and type of ``x``, or None where the reference has to do."""
-    if _module is None or not x.is_cpu:
+    return kernels_of(x.dtype) if x.is_cpu else None
+
+
+def kernels_of(dtype: torch.dtype) -> _Kernels | None:
+    """The kernels for tensors of a type on the CPU."""
+    if _module is None:
         return None
-    if x.dtype == torch.float32:
+    if dtype == torch.float32:
         return _module.f32
-    if x.dtype == torch.float64:
+    if dtype == torch.float64:
         return _module.f64
-    return None
+    return getattr(_module, "bf16", None) if dtype == torch.bfloat16 else None
 
 
 @cache
@@ -92,21 +97,25 @@ def warn_of_reference(dtype: torch.dtype) -> None:
     """Warn, once in a process, that a type has no kernels on the CPU."""
     name = str(dtype).removeprefix("torch.")
     warnings.warn(
-        f"sparse layers have CPU kernels for float32 and float64; in {name} they run on the plain PyTorch "
-        "reference, many times slower than dense layers. Keep the parameters in float32 (model.float()); "
-        f"torch.autocast runs the rest of a model in {name} and sparse layers in float32",
+        f"sparse layers have CPU kernels for float32, bfloat16 and float64; in {name} they run on the "
+        "plain PyTorch reference, many times slower than dense layers. Use model.bfloat16(), or keep the "
+        "parameters in float32 (model.float()) and call the model inside "
+        'torch.autocast("cpu", torch.bfloat16)',
         PerformanceWarning,
         stacklevel=2,
     )
 
 
-def empty(kernels: Any, shape: tuple[int, ...], strides: tuple[int, ...], like: Tensor) -> Tensor:
-    """An uninitialised tensor; a large one in memory that an earlier result has left."""
-    bytes_ = like.element_size()
+def empty(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An uninitialised tensor of a type that has kernels; a large one in memory that an earlier result has
+    left."""
+    bytes_ = dtype.itemsize
     for n in shape:
         bytes_ *= n
     if bytes_ < _LARGE:
-        return torch.empty_strided(shape, strides, dtype=like.dtype)
+        return torch.empty_strided(shape, strides, dtype=dtype)
+    kernels = kernels_of(dtype)
+    assert kernels is not None
     return from_capsule(kernels.empty(shape, strides))
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rewire.ops import flop_formulas, products
+from rewire.engine.graph import numbers
+from rewire.ops import flop_formulas, precision, products
 from rewire.ops.reference import LINEAR, Convolution, convolution
 from rewire.ops.topology import Topology
 
@@ -33,7 +34,11 @@ def _checked_backward(
     topology = products.check(conv, x, values, None, topology)
     products.check_gradient(conv, dy, x, topology.indptr.numel() - 1)
     grads = products.backward(conv, dy, x, values, topology, needs)
-    return tuple(x.new_empty(0) if grad is None else grad for grad in grads)
+    owners = x, values, values
+    return tuple(
+        owner.new_empty(0) if grad is None else grad
+        for owner, grad in zip(owners, grads, strict=True)
+    )
 
 
 def _linear_op(x: Tensor, values: Tensor, bias: Tensor | None, *topology: Any) -> Tensor:
@@ -90,12 +95,12 @@ def _backward_fake(dy: Tensor, x: Tensor, values: Tensor, *rest: Any) -> tuple[T
     return (
         x.new_empty(x.shape) if needs[0] else x.new_empty(0),
         values.new_empty(values.shape) if needs[1] else values.new_empty(0),
-        dy.new_empty(dy.shape[1]) if needs[2] else dy.new_empty(0),
+        values.new_empty(dy.shape[1]) if needs[2] else values.new_empty(0),
     )
 
 
 def _gradient_at_fake(dy: Tensor, x: Tensor, outputs: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty(outputs.shape)
+    return x.new_empty(outputs.shape, dtype=numbers(x.dtype))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -149,7 +154,8 @@ def _second_derivatives(
         return ops[1](dy, x, values, *topology, *last, needs)
 
     given, wanted = (dy, x, values), ctx.needs_input_grad[:3]
-    found = bilinear(forward, backward, given, (dx, dvalues, dbias), ctx.needs, wanted)
+    with torch.autocast(dy.device.type, enabled=False):
+        found = bilinear(forward, backward, given, (dx, dvalues, dbias), ctx.needs, wanted)
     return *found, *[None] * (len(topology) + len(ctx.sizes) + 1)
 
 
@@ -239,6 +245,19 @@ _define(
 )
 
 
+def _autocast_rule(name: str, device: str) -> Any:
+    """What an operator is under autocast. ``torch.library.register_autocast`` would convert the parameters,
+    too, and to one type for all."""
+
+    def rule(x: Tensor, values: Tensor, *rest: Any) -> Tensor:
+        x = precision.autocast(x, values)
+        with torch.autocast(device, enabled=False):
+            y: Tensor = getattr(torch.ops.rewire, name)(x, values, *rest)
+        return y
+
+    return rule
+
+
 for _name in ("linear_backward", "conv2d_backward"):
     torch.library.register_autograd(
         f"rewire::{_name}", _second_derivatives, setup_context=_save_backward, lib=_library
@@ -246,5 +265,5 @@ for _name in ("linear_backward", "conv2d_backward"):
 for _name, _rule in (("linear", _linear_autograd), ("conv2d", _conv2d_autograd)):
     torch.library.register_autograd(f"rewire::{_name}", _rule, setup_context=_save, lib=_library)
     for _device in ("cpu", "cuda"):
-        torch.library.register_autocast(f"rewire::{_name}", _device, torch.float32, lib=_library)
+        _library.impl(_name, _autocast_rule(_name, _device), f"Autocast{_device.upper()}")
 flop_formulas.register()

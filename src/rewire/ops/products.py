@@ -18,7 +18,7 @@ from torch.nn import Parameter
 from rewire.engine import graph as ir
 from rewire.engine.planned import Planned
 from rewire.engine.run import Data, Run
-from rewire.ops import layout, native, reference, sharding
+from rewire.ops import layout, native, precision, reference, sharding
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology, ensure
 
@@ -55,7 +55,9 @@ def check_layer(
             f"values has shape {tuple(values.shape)}, expected one value for each of the "
             f"{count} connections: ({count}, 1) or ({count},)"
         )
-    if dtype != values.dtype or (bias is not None and bias.dtype != dtype):
+    if not precision.belong(dtype, values.dtype) or (
+        bias is not None and bias.dtype != values.dtype
+    ):
         given = f"input {dtype}, values {values.dtype}"
         raise ValueError(
             f"types differ ({given}{'' if bias is None else f', bias {bias.dtype}'}): "
@@ -123,12 +125,20 @@ def reference_forward(
     return (y if x.dim() == 4 else y.flatten(1)).contiguous()
 
 
+def _computed_in(x: Tensor, values: Tensor) -> torch.dtype:
+    """The type in which a product that has no kernels of its own is computed."""
+    return values.dtype if x.dtype != values.dtype else ir.numbers(x.dtype)
+
+
 def forward(
     conv: Convolution, x: Tensor, values: Tensor, bias: Tensor | None, topology: Topology
 ) -> Tensor:
     """The output of a layer."""
     n_out = topology.indptr.numel() - 1
     kernels = native.kernels(x)
+    if kernels is None and (wide := _computed_in(x, values)) is not x.dtype:
+        bias = None if bias is None else bias.to(wide)
+        return forward(conv, x.to(wide), values.to(wide), bias, topology).to(x.dtype)
     if kernels is None:
         if x.is_cpu and native.available() and x.dtype not in native.KERNEL_DTYPES:
             native.warn_of_reference(x.dtype)
@@ -150,6 +160,11 @@ def backward(
     needs: Sequence[bool],
 ) -> tuple[Tensor | None, ...]:
     """Gradients of input, values and bias, None for each that is not needed."""
+    if native.kernels(x) is None and (wide := _computed_in(x, values)) is not x.dtype:
+        found = backward(conv, dy.to(wide), x.to(wide), values.to(wide), topology, needs)
+        types = (x.dtype, values.dtype, values.dtype)
+        pairs = zip(found, types, strict=True)
+        return tuple(None if grad is None else grad.to(dtype) for grad, dtype in pairs)
     if native.kernels(x) is None:
         dx = dw = db = None
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
@@ -167,21 +182,23 @@ def backward(
         return dx, dw, db
     n_out = topology.indptr.numel() - 1
     if dy.numel() == 0 or x.numel() == 0:
-        found = (torch.zeros(x.shape, dtype=x.dtype), torch.zeros_like(values), x.new_zeros(n_out))
+        zeros = torch.zeros(x.shape, dtype=x.dtype), torch.zeros_like(values)
+        found = (*zeros, values.new_zeros(n_out))
         if needs[2] and dy.numel():
             found[2].copy_(dy.transpose(0, 1).flatten(1).sum(1))
         return tuple(grad if need else None for grad, need in zip(found, needs, strict=True))
     if not any(needs):
         return None, None, None
     planned = _planned(conv, x, n_out, bool(needs[2]), tuple(map(bool, needs)))
-    bias = x.new_empty(n_out) if needs[2] else None  # its elements do not matter
+    bias = values.new_empty(n_out) if needs[2] else None  # its elements do not matter
     run = _run(topology, x, values, bias)
     if needs[1]:
         planned.prepare(run)
     else:  # nothing reads the input
-        run.arena = planned.empty((-(-planned.plan.arena // x.element_size()),))
+        run.arena = planned.new_arena()
     dx, dw, *rest = planned.backward(run, [dy], needs if needs[2] else needs[:2])
-    return dx, dw, rest[0] if rest else None
+    db = rest[0] if rest else None
+    return dx, *(None if grad is None else grad.to(values.dtype) for grad in (dw, db))
 
 
 @lru_cache(maxsize=4096)
@@ -201,9 +218,12 @@ def _plan(
         attrs = ir.Conv(conv.kernel, conv.stride, conv.padding, conv.dilation, 0, False)
         out = output_shape(conv, shape, n_out)
     shapes = (shape, (), (n_out,)) if bias else (shape, ())  # connections come and go
-    inputs = tuple(ir.InputMeta(*meta) for meta in zip(shapes, (dtype,) * 3, needs, strict=False))
+    types = (dtype, ir.numbers(dtype), ir.numbers(dtype))
+    inputs = tuple(ir.InputMeta(*meta) for meta in zip(shapes, types, needs, strict=False))
     operands = (~0, ~1, ~2 if bias else None)
-    node = ir.Node("conv2d" if len(shape) == 4 else "linear", attrs, operands, out, any(needs))
+    node = ir.Node(
+        "conv2d" if len(shape) == 4 else "linear", attrs, operands, out, any(needs), dtype
+    )
     return Planned(ir.Graph((node,), inputs, (0,)))
 
 
@@ -214,8 +234,10 @@ def _planned(
     return _plan(kind, x.dtype, conv, tuple(x.shape), n_out, bias, needs)
 
 
-def _run(topology: Topology, *tensors: Tensor | None) -> Run:
-    return Run([t for t in tensors if t is not None], Data((topology,), (), (None,), False))
+def _run(topology: Topology, x: Tensor, *parameters: Tensor | None) -> Run:
+    dtype = ir.numbers(x.dtype)
+    given = [x, *(t.to(dtype) for t in parameters if t is not None)]
+    return Run(given, Data((topology,), (), (None,), False))
 
 
 def gradient_over(
@@ -225,8 +247,8 @@ def gradient_over(
     kernels, x, dy = native.kernels(x), layout.to_batch_last(x), layout.to_batch_last(dy)
     assert kernels is not None
     if dy.numel() == 0 or x.numel() == 0 or indices.numel() == 0:
-        return torch.zeros(indices.numel(), dtype=x.dtype)
-    grad = native.empty(kernels, (indices.numel(),), (1,), x)
+        return torch.zeros(indices.numel(), dtype=ir.numbers(x.dtype))
+    grad = native.empty((indices.numel(),), (1,), ir.numbers(x.dtype))
     size, out = (tuple(t.shape[2:]) or (1, 1) for t in (x, dy))
     geometry = native.module().Geometry(
         *(x.shape[0], x.shape[1], *size, dy.shape[1], *out),
@@ -258,7 +280,10 @@ def gradient_at(
             raise ValueError(f"{name} coordinates must be in [0, {size})")
     outputs, inputs = outputs.long(), inputs.long()
     if native.kernels(x) is None:
-        return reference.weight_gradient(conv, image(dy), image(x), outputs, inputs)
+        wide = _computed_in(x, x)
+        return reference.weight_gradient(
+            conv, image(dy).to(wide), image(x).to(wide), outputs, inputs
+        )
     keys = outputs * n_in + inputs
     order = None if bool((keys.diff() >= 0).all()) else torch.argsort(keys)
     indices = (inputs if order is None else inputs[order]).int()

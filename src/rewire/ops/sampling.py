@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rewire.engine.graph import numbers
 from rewire.ops import layout, native, products, reference
 from rewire.ops.reference import Convolution
 
@@ -303,28 +304,31 @@ def number(mask: Tensor) -> int:
     return int(mask.count_nonzero())
 
 
+def _kernels(x: Tensor) -> _native._Kernels | None:
+    """The kernels for scores and sums, which are never of half precision."""
+    return None if x.dtype == torch.bfloat16 else native.kernels(x)
+
+
 def magnitude(x: Tensor) -> Tensor:
     """``|x|``, in memory that an earlier result has left."""
-    kernels = native.kernels(x)
-    if kernels is None or not x.is_contiguous():
+    if _kernels(x) is None or not x.is_contiguous():
         return x.abs()
-    return torch.abs(x, out=native.empty(kernels, tuple(x.shape), x.stride(), x))
+    return torch.abs(x, out=native.empty(tuple(x.shape), x.stride(), x.dtype))
 
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """A copy of vectors, one after the other, in such memory too."""
-    kernels = native.kernels(parts[0])
-    if kernels is None or any(part.dtype != parts[0].dtype for part in parts):
+    if _kernels(parts[0]) is None or any(part.dtype != parts[0].dtype for part in parts):
         return torch.cat(list(parts))
     size = sum(part.numel() for part in parts)
-    return torch.cat(list(parts), out=native.empty(kernels, (size,), (1,), parts[0]))
+    return torch.cat(list(parts), out=native.empty((size,), (1,), parts[0].dtype))
 
 
 def follow(x: Tensor, source: Tensor, fresh: float = 0.0) -> Tensor:
     """``x`` at ``source`` (int32), ``fresh`` where that is -1: one element per new connection."""
-    kernels, n = native.kernels(x), source.numel()
+    kernels, n = _kernels(x), source.numel()
     if kernels is not None and x.is_contiguous():
-        out = native.empty(kernels, (n,), (1,), x)
+        out = native.empty((n,), (1,), x.dtype)
         kernels.follow(x=x, source=source, fresh=fresh, out=out, threads=native.threads())
         return out
     if x.numel() == 0:
@@ -339,7 +343,7 @@ def select(scores: Tensor, count: int, largest: bool = True) -> Tensor:
     Equal scores are taken in the order of their place; NaN is below everything.
     """
     scores = scores.detach().contiguous()
-    if scores.dtype not in native.KERNEL_DTYPES:
+    if scores.dtype not in (torch.float32, torch.float64):
         scores = scores.float()
     chosen = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
     n = scores.numel()
@@ -369,7 +373,7 @@ def signs(
     ``first`` for the first of these.
     """
     count = int(np.prod(positions, dtype=np.int64))
-    dtype = like.dtype if like.dtype in native.KERNEL_DTYPES else torch.float32
+    dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     out = torch.empty((count, samples), dtype=dtype)
     if native.available() and out.numel():
         kernels = native.kernels(out)
@@ -399,7 +403,8 @@ def gradient_over(conv: Convolution, dy: Tensor, x: Tensor, rows: Rows) -> Tenso
     products.check_gradient(conv, dy, x, rows.indptr.numel() - 1)
     if native.kernels(x) is None:
         outputs, inputs = reference.rows_of(rows.indptr), rows.indices.long()
-        image, dy = products.image(x), products.image(dy)
+        wide = numbers(x.dtype)
+        image, dy = products.image(x).to(wide), products.image(dy).to(wide)
         return reference.weight_gradient(conv, dy, image, outputs.to(x.device), inputs.to(x.device))
     return products.gradient_over(conv, dy, x, rows.indptr, rows.indices)
 
@@ -413,6 +418,8 @@ def unit_sums(
     Patches of an image are never written out: their sums are the weight gradient of an output unit
     whose own gradient is ``signs``.
     """
+    if x.dtype == torch.bfloat16:
+        return unit_sums(conv, dy.float(), x.float(), None if signs is None else signs.float())
     kernels = native.kernels(x)
     n_in = x.shape[1] * conv.kernel[0] * conv.kernel[1]
     every = Rows(torch.tensor([0, n_in], dtype=torch.int32), torch.arange(n_in, dtype=torch.int32))

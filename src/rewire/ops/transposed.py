@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewire.engine import private
 from rewire.engine.run import Probe
-from rewire.ops import products, reference, transforms
+from rewire.ops import precision, products, reference, transforms
 from rewire.ops.eager import refuse_second_derivatives
 from rewire.ops.reference import Convolution
 from rewire.ops.topology import Topology
@@ -40,8 +40,7 @@ def conv_transpose2d(
             the output gradient here, and its output gradient, which is ``x``).
     """
     products.check_dims(x, 4, "conv_transpose2d")
-    if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
-        x = x.to(values.dtype)
+    x = precision.autocast(x, values)
     channels = (topology.slots.numel() - 1) // (conv.kernel[0] * conv.kernel[1])
     like = x.new_empty((x.shape[0], channels, *size))  # for its shape: nobody reads or writes it
     sizes = ([*pair] for pair in (conv.kernel, conv.stride, conv.padding, conv.dilation))
@@ -56,7 +55,7 @@ def conv_transpose2d(
         y = torch.ops.rewire.conv2d_backward(x, like, values, *topology, *sizes, needs)[0]
     if probe is not None and y.requires_grad:
         y = watch(y, x, conv, lambda conv, x, dy: probe(conv, dy, x))
-    return y if bias is None else y + bias[:, None, None]
+    return y if bias is None else (y + bias[:, None, None]).to(y.dtype)
 
 
 class _Watched(torch.autograd.Function):

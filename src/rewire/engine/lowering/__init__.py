@@ -10,6 +10,7 @@ and goes out is contiguous.
 
 from __future__ import annotations
 
+from rewire.engine.casts import merge_casts
 from rewire.engine.channels import channels_second
 from rewire.engine.graph import Graph
 from rewire.engine.lowering import (
@@ -31,6 +32,7 @@ LOWER: dict[str, LowerNode] = {
     "batch_norm": norms.batch_norm,
     **dict.fromkeys(POINTWISE, pointwise.pointwise),
     "add": elementwise.add,
+    "cast": elementwise.cast,
     "dropout": elementwise.dropout,
     "max_pool2d": images.max_pool2d,
     "avg_pool2d": images.avg_pool2d,
@@ -47,8 +49,10 @@ LOWER: dict[str, LowerNode] = {
 
 def lower(graph: Graph, panel: int) -> Plan:
     """The plan of a graph; ``panel`` is how many samples the kernels work on at once."""
-    rewritten, origin = channels_second(graph)
+    merged, first = merge_casts(graph)
+    rewritten, second = channels_second(merged)
     plan = Lowering(rewritten, panel, LOWER, pointwise.add_up).plan()
+    origin = [first[node] for node in second]
     for step in plan.forward + plan.backward:
         step.node = origin[step.node] if step.node >= 0 else step.node
     for shown in plan.probes.values():

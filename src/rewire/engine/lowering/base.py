@@ -6,7 +6,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rewire.engine.graph import Graph, Node, Ref
+import torch
+
+from rewire.engine.graph import Graph, Node, Ref, numbers
 from rewire.engine.plan import Buffer, Layout, Plan, Role, Step, place
 from rewire.engine.rules import Uses
 
@@ -52,6 +54,7 @@ class Lowering:
     """A graph on its way to a plan.
 
     Attributes:
+        dtype, numbers: of the kernels; the type of sums, statistics and parameters.
         steps: those of the forward pass by ``Role.SAVED``, of the backward pass by ``Role.SCRATCH``.
         role: of new buffers: which pass is being lowered.
         done: nodes that another one's kernel computes.
@@ -68,7 +71,7 @@ class Lowering:
     ) -> None:
         self.graph, self.nodes, self.uses, self.panel = graph, graph.nodes, Uses(graph), panel
         self.table, self.sum_of = table, sum_of
-        self.element = graph.inputs[0].dtype.itemsize
+        self.dtype, self.numbers = graph.dtype, numbers(graph.dtype)
         self.steps: dict[Role, list[Step]] = {Role.SAVED: [], Role.SCRATCH: []}
         self.role = Role.SAVED
         self.done: set[int] = set()
@@ -76,6 +79,7 @@ class Lowering:
         self.stored: dict[int, Buffer] = {}
         self.unstored: dict[int, Callable[[], None]] = {}
         self.norms: dict[int, Norm] = {}
+        self.parameters: dict[int, Buffer] = {}  # that are of another type than numbers
         self.moments: dict[int, tuple[Buffer, Buffer]] = {}
         self.backwards: list[Callable[[], None]] = []
         self.gradients: dict[int, list[Buffer]] = {}
@@ -120,19 +124,23 @@ class Lowering:
         fills = shape[0] % self.panel == 0 and shape[0] >= least
         return Layout.PANELS if fills else Layout.BATCH_LAST
 
-    def new(self, shape: tuple[int, ...], layout: Layout | None = None, element: int = 0) -> Buffer:
-        return Buffer(
-            shape, layout or self.layout(shape), self.role, element=element or self.element
-        )
+    def new(
+        self, shape: tuple[int, ...], dtype: torch.dtype, layout: Layout | None = None
+    ) -> Buffer:
+        return Buffer(shape, layout or self.layout(shape), self.role, dtype=dtype)
+
+    def like(self, x: Buffer, layout: Layout | None = None) -> Buffer:
+        """New memory for a value such as ``x``, or its gradient."""
+        return self.new(x.shape, x.dtype, layout)
 
     def vector(self, *shape: int) -> Buffer:
-        return self.new(shape, Layout.FLAT)
+        return self.new(shape, self.numbers, Layout.FLAT)
 
     def outside(
         self, role: Role, number: int, ref: int, layout: Layout = Layout.CONTIGUOUS
     ) -> Buffer:
         """Memory of a tensor that torch holds, of the shape of a value."""
-        return Buffer(self.uses.shape(ref), layout, role, number, self.element)
+        return Buffer(self.uses.shape(ref), layout, role, number, self.uses.dtype(ref))
 
     def emit(self, name: str, node: int, *fused: str | None, **arguments: Any) -> None:
         """Add a step; the names of what it writes start with ``out_``."""
@@ -144,14 +152,22 @@ class Lowering:
         if x.layout is layout and to is None:
             return x
         if x.layout is layout:
-            self.emit("Copy", node, length=length(x), x=x, out_y=to)
+            self.copy(x, to, node)  # type: ignore[arg-type]
             return to  # type: ignore[return-value]
         if to is None and x.shape[0] == 1:  # of one sample, the same memory
             return x.seen_as(x.shape, layout)
-        y = self.new(x.shape, layout) if to is None else to
+        y = self.like(x, layout) if to is None else to
         images = self.images(x if y.layout is not Layout.PANELS else y)
         self.emit("Relayout", node, images=images, source=x.layout, target=layout, x=x, out_y=y)
         return y
+
+    def copy(self, x: Buffer, y: Buffer, node: int) -> None:
+        """The same numbers in the same layout, of another type perhaps."""
+        if x.dtype is y.dtype:
+            self.emit("Copy", node, length=length(x), x=x, out_y=y)
+        else:
+            widen = y.dtype is self.numbers
+            self.emit("Convert", node, length=length(x), x=x, out_y=y, widen=widen)
 
     def result(self, index: int) -> Buffer:
         """Where a step writes the value of a node: of one sample, in the memory of an output, unless there
@@ -160,7 +176,7 @@ class Lowering:
         backward = any(node.requires_grad for node in self.nodes)
         if shape[0] == 1 and index in outputs and not backward:
             return self.outside(Role.OUTPUT, outputs.index(index), index, Layout.BATCH_LAST)
-        return self.new(shape)
+        return self.new(shape, self.nodes[index].dtype)
 
     def value(self, ref: int) -> Buffer:
         """A value in memory of its own, in the region's layout: computed or moved now if need be."""
@@ -186,13 +202,29 @@ class Lowering:
         return self.relayout(self.value(ref), Layout.CONTIGUOUS, node)
 
     def parameter(self, ref: Ref) -> Buffer | None:
-        return None if ref is None else self.outside(Role.INPUT, ~ref, ref, Layout.FLAT)
+        """A parameter, or a running statistic, as kernels read it: converted once if it is of half the
+        precision."""
+        if ref is None:
+            return None
+        given = self.outside(Role.INPUT, ~ref, ref, Layout.FLAT)
+        if given.dtype is self.numbers:
+            return given
+        if ref not in self.parameters:
+            self.parameters[ref] = self.vector(*given.shape)
+            self.copy(given, self.parameters[ref], ref)
+        return self.parameters[ref]
+
+    def updated(self, ref: Ref) -> None:
+        """A running statistic has been written: the tensor that it is gets that, too."""
+        if ref in self.parameters:
+            assert ref is not None
+            self.copy(self.parameters[ref], self.outside(Role.INPUT, ~ref, ref, Layout.FLAT), ref)
 
     def connections(self, node: Node) -> dict[str, Buffer]:
         """The index vectors of a layer."""
         first = len(_INDEX_VECTORS) * attrs_of(node).topology
         return {
-            name: Buffer((), Layout.FLAT, Role.INDEX, first + part, 4)
+            name: Buffer((), Layout.FLAT, Role.INDEX, first + part, torch.int32)
             for part, name in enumerate(_INDEX_VECTORS)
         }
 
@@ -217,7 +249,7 @@ class Lowering:
         """Where a step writes the gradient of a parameter: in its own memory if it is the only reader."""
         if ref is None or not self.uses.requires_grad(ref):
             return None
-        if len(self.uses.readers(ref)) == 1:
+        if len(self.uses.readers(ref)) == 1 and self.uses.dtype(ref) is self.numbers:
             return self.outside(Role.INPUT_GRAD, ~ref, ref, Layout.FLAT)
         part = self.vector(*self.uses.shape(ref))
         self.contribute(ref, part)
@@ -227,8 +259,7 @@ class Lowering:
         """The gradient of a tensor that several steps, or a step in another layout, have contributed to."""
         if all(part.layout is Layout.FLAT for part in parts):
             out = self.outside(Role.INPUT_GRAD, ~ref, ref, Layout.FLAT)
-            total = self.add_up(parts, ref)
-            self.emit("Copy", ref, length=length(out), x=total, out_y=out)
+            self.copy(self.add_up(parts, ref), out, ref)
             return
         out = self.outside(Role.INPUT_GRAD, ~ref, ref)
         if len({part.layout for part in parts}) > 1:  # of a parameter and of a tensor
@@ -241,7 +272,7 @@ class Lowering:
             ]
         total = self.add_up(parts, ref)
         if total.layout is Layout.CONTIGUOUS:
-            self.emit("Copy", ref, length=length(out), x=total, out_y=out)
+            self.copy(total, out, ref)
         else:
             self.relayout(total, Layout.CONTIGUOUS, ref, out)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from rewire.engine import rules
 from rewire.engine.graph import Node
 from rewire.engine.lowering.base import Lowering, attrs_of
@@ -30,7 +32,7 @@ def unary(
     def backward() -> None:
         dy = low.gradient(end)
         if dy is not None:
-            dx = low.new(x.shape)
+            dx = low.like(x)
             low.emit(name + "Backward", index, *labels, **sizes, dy=dy, out_dx=dx)
             low.contribute(low.nodes[index].inputs[0], dx)
 
@@ -42,8 +44,12 @@ def max_pool2d(low: Lowering, index: int, node: Node) -> None:
     assert source is not None
     norm = low.take_norm(source)  # done on the way in
     x = low.value(source) if norm is None else norm.source
-    y, pool, operands = low.new(node.shape), _pool_sizes(low, node, x), norm and norm.operands()
-    which = low.new(node.shape, Layout.FLAT, element=1) if node.requires_grad else None
+    y, pool, operands = (
+        low.new(node.shape, node.dtype),
+        _pool_sizes(low, node, x),
+        norm and norm.operands(),
+    )
+    which = low.new(node.shape, torch.uint8, Layout.FLAT) if node.requires_grad else None
     low.emit(
         "MaxPool",
         index,
@@ -60,7 +66,7 @@ def max_pool2d(low: Lowering, index: int, node: Node) -> None:
         dy = low.gradient(index)
         if dy is None:
             return
-        dx, dnorm = low.new(x.shape), norm and norm_gradients(low, norm)
+        dx, dnorm = low.like(x), norm and norm_gradients(low, norm)
         low.emit(
             "MaxPoolBackward",
             index,
@@ -84,12 +90,12 @@ def max_pool2d(low: Lowering, index: int, node: Node) -> None:
 def avg_pool2d(low: Lowering, index: int, node: Node) -> None:
     x = low.source(node)
     pool = _pool_sizes(low, node, x, attrs_of(node).count_include_pad)
-    unary(low, "AvgPool", index, index, x, low.new(node.shape), pool=pool)
+    unary(low, "AvgPool", index, index, x, low.new(node.shape, node.dtype), pool=pool)
 
 
 def mean(low: Lowering, index: int, node: Node) -> None:
     x = low.source(node)
-    means = low.new(x.shape[:2], Layout.BATCH_LAST)
+    means = low.new(x.shape[:2], x.dtype, Layout.BATCH_LAST)
     low.emit("GlobalMean", index, images=low.images(x), x=x, out_y=means)
     low.stored[index] = reshaped(low, means, node.shape, index)
 
@@ -97,7 +103,7 @@ def mean(low: Lowering, index: int, node: Node) -> None:
         dy = low.gradient(index)
         if dy is not None:
             dy = low.relayout(reshaped(low, dy, means.shape, index), Layout.BATCH_LAST, index)
-            dx = low.new(x.shape)
+            dx = low.like(x)
             low.emit("GlobalMeanBackward", index, images=low.images(x), dy=dy, out_dx=dx)
             low.contribute(node.inputs[0], dx)
 
@@ -114,7 +120,7 @@ def slice_(low: Lowering, index: int, node: Node) -> None:
             pad,
         )
         low.done.add(pad)
-    y, label = low.new(low.nodes[end].shape), None if pad is None else "pad"
+    y, label = low.new(low.nodes[end].shape, node.dtype), None if pad is None else "pad"
     sizes = {
         "images": low.images(x),
         "slicing": (attrs.down, attrs.across, *around),
@@ -124,7 +130,7 @@ def slice_(low: Lowering, index: int, node: Node) -> None:
 
 
 def pad(low: Lowering, index: int, node: Node) -> None:
-    x, y, attrs = low.source(node), low.new(node.shape), attrs_of(node)
+    x, y, attrs = low.source(node), low.new(node.shape, node.dtype), attrs_of(node)
     sizes = {"images": low.images(x), "padding": attrs.amounts[2:], "value": attrs.value}
     unary(low, "Pad", index, index, x, y, **sizes)
 

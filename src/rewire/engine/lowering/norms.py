@@ -52,6 +52,8 @@ def batch_norm(low: Lowering, index: int, node: Node) -> None:
                 out_running_mean=running[0],
                 out_running_variance=running[1],
             )
+            low.updated(running_mean)
+            low.updated(running_variance)
     assert mean is not None
     assert variance is not None
     affine = low.parameter(weight), low.parameter(bias)
@@ -67,7 +69,8 @@ def batch_norm(low: Lowering, index: int, node: Node) -> None:
     low.norms[end] = norm._replace(relu=relu is not None)
     low.unstored[end] = lambda: store_norm(low, low.norms.pop(end), end, None)
     in_reader = rules.norm_in_reader(low.uses, index)
-    if not in_reader and rules.pointwise_reader(low.uses, end) is None:
+    wide = node.dtype is not low.dtype  # a program takes norms of the plan's own type
+    if not in_reader and (wide or rules.pointwise_reader(low.uses, end) is None):
         low.value(end)
 
 
@@ -82,7 +85,7 @@ def _moments(low: Lowering, source: int, x: Buffer, node: int) -> tuple[Buffer, 
 def store_norm(low: Lowering, norm: Norm, tail: int, residual: Ref) -> None:
     """Compute a batch norm, the residual sum it is in, and their ReLU."""
     beside = None if residual is None else low.value(residual)
-    z = low.stored[tail] = low.new(norm.source.shape)
+    z = low.stored[tail] = low.like(norm.source)
     low.emit(
         *(
             "NormForward",
@@ -112,9 +115,9 @@ def _norm_backward(low: Lowering, tail: int) -> None:
     if norm.relu and len(parts) > 1:  # the kernel adds two gradients where it applies a mask
         more = parts.pop()
     dz, dnorm = low.add_up(parts, norm.node), norm_gradients(low, norm)
-    passed, dx = dz, None if dnorm["factors"] else low.new(dz.shape)
+    passed, dx = dz, None if dnorm["factors"] else low.like(dz)
     if norm.relu and (dx is None or low.uses.requires_grad(residual)):
-        passed = low.new(dz.shape)
+        passed = low.like(dz)
     low.emit(
         "NormBackward",
         norm.node,

@@ -180,7 +180,7 @@ class _Values:
             return program.do("activate", given[0], **_activation(node))
         if node.op == "affine":
             return program.do("affine", given[0], p=attrs.scale, q=attrs.shift)
-        return program.do(node.op, *given)
+        return given[0] if node.op == "cast" else program.do(node.op, *given)
 
 
 def _activation(node: Node) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _operand(low: Lowering, ref: int, shape: tuple[int, ...]) -> Buffer:
 def _store(low: Lowering, end: int) -> None:
     group = _Group(low, end)
     program = Program(low, group.loops)
-    z = low.stored[end] = low.new(group.shape)
+    z = low.stored[end] = low.new(group.shape, low.nodes[end].dtype)
     program.emit(end, group.labels(), [(_Values(group, program).of(end), z)])
     if low.uses.requires_grad(end):
         low.backwards.append(lambda: _backward(group, z))
@@ -230,6 +230,7 @@ def _backward(group: _Group, z: Buffer) -> None:
     sums: list[tuple[Any, Buffer]] = []
     norm_sums: list[dict[str, Any]] = []
     passed = []
+    rounded: list[tuple[Buffer, Buffer]] = []  # sums, and where they go in another type
     for ref, g in grads.items():
         if ref in group.norms:
             norm = group.norms[ref]
@@ -239,7 +240,7 @@ def _backward(group: _Group, z: Buffer) -> None:
                 g = program.do("affine", g, p=1.0)  # it is changed in place afterwards
             *_, mean = program.norm(norm)
             gx = program.do("centered", g, program.read(norm.source), mean)
-            dnorm, dx = norm_gradients(low, norm), low.new(group.shape)
+            dnorm, dx = norm_gradients(low, norm), low.like(norm.source)
             writes.append((g, dx))
             direct = dnorm["factors"] is None
             norm_sums.append(
@@ -254,17 +255,23 @@ def _backward(group: _Group, z: Buffer) -> None:
             )
             passed.append((norm, dx, dnorm))
         elif group.leaves[ref].shape == group.shape:
-            same = [b for slot, b in writes if slot == g] or (
-                parts if len(parts) == 1 and g == slots[0] else []
-            )
+            written = [*writes, *zip(slots, parts, strict=True)]
+            dtype = group.leaves[ref].dtype
+            same = [b for slot, b in written if slot == g and b.dtype is dtype]
             if not same:  # else a gradient that is passed on as it is
-                same = [low.new(group.shape)]
+                same = [low.new(group.shape, dtype)]
                 writes.append((g, same[0]))
             low.contribute(ref, same[0])
         else:
-            sums.append((g, _broadcast_gradient(low, ref, group.leaves[ref])))
+            target = total = _broadcast_gradient(low, ref, group.leaves[ref])
+            if target.dtype is not low.numbers:
+                total = low.new(target.shape, low.numbers, target.layout)
+                rounded.append((total, target))
+            sums.append((g, total))
     if writes or sums:
         program.emit(group.end, group.labels(), writes, sums, norm_sums)
+    for total, target in rounded:
+        low.copy(total, target, group.end)
     for norm, dx, dnorm in passed:
         pass_norm(low, norm, dx, dnorm)
 
@@ -273,7 +280,7 @@ def _broadcast_gradient(low: Lowering, ref: int, operand: Buffer) -> Buffer:
     """Where the gradient of a broadcast operand is summed."""
     if ref < 0 and operand.role is Role.INPUT and len(low.uses.readers(ref)) == 1:
         return low.outside(Role.INPUT_GRAD, ~ref, ref)
-    out = low.new(operand.shape, operand.layout)
+    out = low.like(operand, operand.layout)
     low.contribute(ref, out)
     return out
 
@@ -287,6 +294,9 @@ def _chain_rule(group: _Group, values: _Values, index: int, g: Any) -> Iterator[
     if op in ("relu", "activation"):
         at = values.of(index) if op == "relu" and index in values.found else values.of(a)
         yield a, program.do("gradient", g, at, **_activation(node))
+        return
+    if op == "cast":
+        yield a, g
         return
     if op == "affine":
         scale = attrs_of(node).scale
@@ -321,7 +331,7 @@ def add_up(low: Lowering, parts: list[Buffer], node: int) -> Buffer:
     """The sum of some gradients of the same shape and layout, in memory of its own."""
     while len(parts) > 1 or parts[0].window is not None:
         some, parts = parts[:_MOST_PARTS], parts[_MOST_PARTS:]
-        total = low.new(some[0].shape, some[0].layout)
+        total = low.like(some[0], some[0].layout)
         loops = loops_of(low, total.shape, [], total.layout, _windows(*some))
         program = Program(low, loops)
         program.emit(node, [], [(_sum(program, [program.read(part) for part in some]), total)])
@@ -338,7 +348,7 @@ def copy(low: Lowering, source: Buffer, target: Buffer, node: int) -> None:
 
 def relu_gradient(low: Lowering, dz: Buffer, z: Buffer, node: int) -> Buffer:
     """The gradient past a ReLU with output z."""
-    dy = low.new(dz.shape)
+    dy = low.like(dz)
     program = Program(low, loops_of(low, dz.shape, []))
     g = program.do("gradient", program.read(dz), program.read(z), activation="relu")
     program.emit(node, ["ReLU mask"], [(g, dy)])

@@ -37,7 +37,7 @@ def _linear_rows_backward(low: Lowering, index: int, layer: dict[str, Any], x: B
     dy = low.outside(Role.OUTPUT_GRAD, low.graph.outputs.index(index), index)
     dx, alone = None, len(low.uses.readers(source)) == 1
     if low.uses.requires_grad(source):
-        dx = low.new(x.shape, Layout.CONTIGUOUS)
+        dx = low.like(x, Layout.CONTIGUOUS)
         if alone:
             dx = low.outside(Role.INPUT_GRAD, ~source, source)
     if attrs_of(node).probe:
@@ -136,7 +136,7 @@ def _conv2d_backward(
     if not needs_x:
         low.emit("WeightGradient", index, *labels, **layer, **read, **written)
         return
-    dx = low.new(x.shape)
+    dx = low.like(x)
     before: dict[str, Any] | None = None
     dnorm: dict[str, Buffer | None] | None = None
     sums: Buffer | None = None
@@ -183,7 +183,7 @@ def _without_weights(
         low.emit("RowSums", index, **low.channels(dy), x=dy, out_sums=dbias)
     source = low.nodes[index].inputs[0]
     if low.uses.requires_grad(source):
-        dx = low.new(x.shape)
+        dx = low.like(x)
         low.emit("InputGradient", index, **layer, values=weights, dy=dy, out_dx=dx)
         low.contribute(source, dx)
 
@@ -204,7 +204,7 @@ def _complete(
         return relu_gradient(low, dy, gate, node)
     if rest is None:
         return dy
-    dx = low.new(dy.shape)
+    dx = low.like(dy)
     sizes = low.channels(dy)
     low.emit(
         "ResolveDeferred", node, **sizes, g=dy, x=rest["y"], factors=rest["factors"], out_dx=dx
@@ -217,7 +217,7 @@ def _show(low: Lowering, index: int, *buffers: Buffer) -> None:
     first = 2 * sum(map(len, low.probes.values()))
     exports = []
     for k, buffer in enumerate(buffers):
-        y = Buffer(buffer.shape, Layout.BATCH_LAST, Role.EXPORT, first + k, low.element)
+        y = Buffer(buffer.shape, Layout.BATCH_LAST, Role.EXPORT, first + k, buffer.dtype)
         if buffer.layout is y.layout:
             low.emit("Copy", index, length=length(y), x=buffer, out_y=y)
         else:

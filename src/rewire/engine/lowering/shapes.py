@@ -45,7 +45,7 @@ def reshaped(low: Lowering, x: Buffer, shape: tuple[int, ...], node: int) -> Buf
 
 
 def cat(low: Lowering, index: int, node: Node) -> None:
-    y = low.stored[index] = low.new(node.shape)
+    y = low.stored[index] = low.new(node.shape, node.dtype)
     ranges, first = [], 0
     for ref in node.inputs:
         assert ref is not None
@@ -72,7 +72,7 @@ def narrow(low: Lowering, index: int, node: Node) -> None:
     def backward() -> None:
         dy = low.gradient(index)
         if dy is not None:
-            dx = low.new(low.uses.shape(source))
+            dx = low.new(low.uses.shape(source), node.dtype)
             low.emit("Fill", index, length=length(dx), value=0.0, out_y=dx)
             copy(low, dy, dx.channels(attrs.first, attrs.last), index)
             low.contribute(source, dx)

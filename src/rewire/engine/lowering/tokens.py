@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rewire.engine import rules
 from rewire.engine.graph import Node
 from rewire.engine.lowering.base import Lowering, attrs_of, length
 from rewire.engine.plan import Buffer, Layout
@@ -12,7 +13,9 @@ from rewire.engine.plan import Buffer, Layout
 def channel_norm(low: Lowering, index: int, node: Node) -> None:
     source, weight, bias = node.inputs
     assert source is not None
-    x, y, attrs = low.value(source), low.new(node.shape), attrs_of(node)
+    x, attrs, cast = low.value(source), attrs_of(node), rules.cast_after(low.uses, index)
+    end = index if cast is None else cast
+    y = low.new(node.shape, low.nodes[end].dtype)
     columns = length(x) // x.shape[1]
     sizes: dict[str, Any] = {
         "panels": _panels(low, x),
@@ -26,6 +29,7 @@ def channel_norm(low: Lowering, index: int, node: Node) -> None:
     low.emit(
         "LayerNormForward",
         index,
+        None if cast is None else "cast",
         **sizes,
         weight=low.parameter(weight),
         bias=low.parameter(bias),
@@ -34,13 +38,14 @@ def channel_norm(low: Lowering, index: int, node: Node) -> None:
         out_mean=mean,
         out_scale=scale,
     )
-    low.stored[index] = y
+    low.done.add(end)
+    low.stored[end] = y
 
     def backward() -> None:
-        dy = low.gradient(index)
+        dy = low.gradient(end)
         if dy is None:
             return
-        dx = low.new(x.shape) if low.uses.requires_grad(source) else None
+        dx = low.like(x) if low.uses.requires_grad(source) else None
         low.emit(
             "LayerNormBackward",
             index,
@@ -87,7 +92,7 @@ def turn(low: Lowering, index: int, node: Node) -> None:
 
 def _turned(low: Lowering, x: Buffer, shape: tuple[int, ...], rows: int, node: int) -> Buffer:
     """The transpose of every sample of a contiguous tensor."""
-    y, columns = low.new(shape, Layout.CONTIGUOUS), length(x) // x.shape[0] // rows
+    y, columns = low.new(shape, x.dtype, Layout.CONTIGUOUS), length(x) // x.shape[0] // rows
     sizes = {"matrices": x.shape[0], "rows": rows, "columns": columns}
     low.emit("TransposeEach", node, **sizes, x=x, out_y=y)
     return low.relayout(y, low.layout(shape), node)

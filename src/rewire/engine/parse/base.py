@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rewire.engine import graph as ir
 from rewire.engine import private
-from rewire.engine.graph import STRIDED
+from rewire.engine.graph import STRIDED, numbers
 from rewire.engine.lazy import LazyTensor
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
@@ -30,7 +31,7 @@ def dtype_of(x: Tensor) -> torch.dtype:
     if type(x) is LazyTensor:
         region = x._region
         if region is not None:
-            return region.dtype  # type: ignore[no-any-return]
+            return region.nodes[x._index][5]  # type: ignore[no-any-return]
         with private.without_functions():
             return x.dtype
     return x.dtype
@@ -42,22 +43,39 @@ def is_view(x: Any) -> bool:
     return region is None or region.nodes[x._index][0] in STRIDED
 
 
+def are_parameters(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    """Whether torch takes parameters and statistics for a norm of values of a type: they are of the same
+    type, or all of that of its sums."""
+    kinds = {tensor.dtype for tensor in tensors if tensor is not None}
+    return len(kinds) < 2 and kinds <= {dtype, numbers(dtype)}
+
+
+def may_read(dtype: torch.dtype, values: torch.dtype) -> bool:
+    """Whether a product of values of a type is recorded with parameters of another: without autocast they
+    are of the same type."""
+    autocast = torch.is_autocast_enabled("cpu")
+    return values is dtype or (autocast and values is numbers(dtype))
+
+
+def cast(region: Region, x: Any, dtype: torch.dtype) -> Any:
+    """``x`` as a value of another type; itself if it is one."""
+    if dtype_of(x) is dtype:
+        return x
+    return region.append("cast", ir.Cast(dtype), (x,), shape_of(x), dtype)
+
+
 def unary(op: str, attrs: Any, x: Any, shape: tuple[int, ...], in_place: bool = False) -> Any:
     """A node that reads a lazy tensor."""
     if type(x) is not LazyTensor or 0 in shape:
         return No
-    region = recording(dtype_of(x))
-    if region is None:
+    dtype = dtype_of(x)
+    region = recording(dtype)
+    if region is None or (in_place and not may_rename(region, x)):
         return No
-    if not in_place:
-        return region.append(op, attrs, (x,), shape)
-    return changed_in_place(region, op, attrs, x, (x,), shape)
+    new = region.append(op, attrs, (x,), shape, dtype)
+    return region.rename(x, new) if in_place and new is not No else new
 
 
-def changed_in_place(
-    region: Region, op: str, attrs: Any, x: LazyTensor, operands: Any, shape: tuple[int, ...]
-) -> Any:
-    if x._region is not region or not region.may_rename(x):
-        return No
-    new = region.append(op, attrs, operands, shape)
-    return No if new is No else region.rename(x, new)
+def may_rename(region: Region, x: LazyTensor) -> bool:
+    """Whether the object of ``x`` may become another node, which is what a change in place makes of it."""
+    return x._region is region and region.may_rename(x)

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, changed_in_place, dtype_of, shape_of, unary
+from rewire.engine.parse.base import No, cast, dtype_of, may_rename, shape_of, unary
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
 
@@ -83,19 +84,36 @@ def _binary(op: str, in_place: bool, input: Any, other: Any) -> Any:
         return No
     left, right, dtype = shape_of(input), shape_of(other), dtype_of(input)
     shape = left if left == right else _broadcast(left, right)
-    if shape is None or 0 in shape or dtype is not dtype_of(other):
+    if shape is None or 0 in shape or numbers(dtype) is not numbers(dtype_of(other)):
         return No
     if in_place and (type(input) is not LazyTensor or shape != left):
         return No
     region = recording(dtype)
-    if region is None:
+    if region is None or (in_place and not may_rename(region, input)):  # type: ignore[arg-type]
         return No
     for tensor, given in ((input, left), (other, right)):
         if given != shape and not _summable(given, shape) and tensor.requires_grad:
             return No
-    if in_place:
-        return changed_in_place(region, op, ir.NOTHING, input, (input, other), shape)  # type: ignore[arg-type]
-    return region.append(op, ir.NOTHING, (input, other), shape)
+    result = dtype if in_place else _promoted(input, other)
+    new = _computed(region, op, (input, other), shape, result)
+    return region.rename(input, new) if in_place and new is not No else new  # type: ignore[arg-type]
+
+
+def _promoted(x: Tensor, y: Tensor) -> torch.dtype:
+    """The type of a result of two tensors, of which one with dimensions counts before one without."""
+    kinds = {dtype_of(t) for t in (x, y) if shape_of(t)}
+    return kinds.pop() if len(kinds) == 1 else torch.float32
+
+
+def _computed(
+    region: Region, op: str, operands: tuple[Tensor, Tensor], shape: Any, result: torch.dtype
+) -> Any:
+    """The node of a sum or a product in the wider of two types, and what turns it into the result's."""
+    kinds = {dtype_of(t) for t in operands}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
+    given = tuple(cast(region, t, dtype) for t in operands)
+    new = No if any(t is No for t in given) else region.append(op, ir.NOTHING, given, shape, dtype)
+    return new if new is No else cast(region, new, result)
 
 
 def _broadcast(left: tuple[int, ...], right: tuple[int, ...]) -> tuple[int, ...] | None:
@@ -185,18 +203,14 @@ def _dropout(input: Any, p: Any = 0.5, training: bool = True, inplace: bool = Fa
         return No
     if not training or p == 0:
         return input
-    shape = shape_of(input)
-    region = recording(dtype_of(input))
-    if region is None or 0 in shape or (inplace and not _renamable(region, input)):
+    shape, dtype = shape_of(input), dtype_of(input)
+    region = recording(dtype)
+    if region is None or 0 in shape or (inplace and not may_rename(region, input)):
         return No
     attrs = ir.Dropout(float(p), len(region.scalars))
     region.scalars.append(int(torch.randint(1 << 62, ())))
-    new = region.append("dropout", attrs, (input,), shape)
+    new = region.append("dropout", attrs, (input,), shape, dtype)
     return region.rename(input, new) if inplace and new is not No else new
-
-
-def _renamable(region: Region, x: LazyTensor) -> bool:
-    return x._region is region and region.may_rename(x)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {

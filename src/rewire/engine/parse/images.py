@@ -14,8 +14,9 @@ from torch.nn import Parameter
 
 from rewire.engine import graph as ir
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, dtype_of, shape_of, unary
+from rewire.engine.parse.base import No, cast, dtype_of, may_read, shape_of, unary
 from rewire.engine.scope import recording
+from rewire.ops.precision import input_dtype
 from rewire.ops.reference import convolution
 from rewire.ops.topology import Topology, build
 
@@ -158,9 +159,12 @@ def _conv2d(
         return No
     if bias is not None and (bias.shape != (out_channels,) or bias.dtype is not weight.dtype):
         return No
+    dtype = input_dtype(dtype_of(input), "cpu")
+    if not may_read(dtype, weight.dtype):
+        return No
     conv = convolution((kernel[0], kernel[1]), *sizes)
     out = (shape[0], out_channels, *conv.output_size(shape[2], shape[3]))
-    region = recording(dtype_of(input))
+    region = recording(dtype)
     if (
         region is None
         or min(out) < 1
@@ -172,12 +176,15 @@ def _conv2d(
     values = (
         weight if channels == 1 or kernel == [1, 1] else weight.permute(0, 2, 3, 1).contiguous()
     )
+    x = cast(region, input, dtype)
+    if x is No:
+        return No
     attrs = ir.Conv(
         conv.kernel, conv.stride, conv.padding, conv.dilation, len(region.topologies), False
     )
     region.topologies.append(inside_groups(shape[1], out_channels, groups, *kernel))
     region.probes.append(None)
-    return region.append("conv2d", attrs, (input, values, bias), out)
+    return region.append("conv2d", attrs, (x, values, bias), out, dtype)
 
 
 _MOST_TAPS = 256  # of an output channel

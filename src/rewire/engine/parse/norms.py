@@ -12,7 +12,7 @@ from torch import Tensor
 from rewire.engine import graph as ir
 from rewire.engine.lazy import LazyTensor
 from rewire.engine.observe import Why
-from rewire.engine.parse.base import No, dtype_of, shape_of
+from rewire.engine.parse.base import No, are_parameters, dtype_of, shape_of
 from rewire.engine.scope import recording
 from rewire.engine.statistics import LazyBuffer, settled
 
@@ -49,11 +49,14 @@ def _batch_norm(
             return No
     if updated and running_mean is running_var:
         return No
-    region = recording(dtype_of(input))
+    dtype = dtype_of(input)
+    if not are_parameters(dtype, weight, bias, running_mean, running_var):
+        return No
+    region = recording(dtype)
     if region is not None and region.reads_any(*statistics):
         # Statistics are read or written once in a region: its parts may run in another order.
         region.run(Why.AGAIN)
-        region = recording(dtype_of(input))
+        region = recording(dtype)
     if region is None:
         return No
     index = None
@@ -62,7 +65,7 @@ def _batch_norm(
         region.scalars.append(momentum)
     attrs = ir.BatchNorm(bool(training), index, eps, bool(updated))
     operands = (input, weight, bias, running_mean, running_var)
-    return region.append("batch_norm", attrs, operands, shape, updated)
+    return region.append("batch_norm", attrs, operands, shape, dtype, updated)
 
 
 def _may_be_lazy(buffer: Tensor) -> bool:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, dtype_of, is_view, shape_of, unary
+from rewire.engine.parse.base import No, cast, dtype_of, is_view, shape_of, unary
 from rewire.engine.scope import recording
 
 
@@ -24,16 +25,20 @@ def _cat(tensors: Any, dim: Any = 0, *, out: Any = None) -> Any:
     if type(dim) is not int or rank not in (2, 4) or dim not in (1, 1 - rank):
         return No
     others = {(*shape[:1], *shape[2:]) for shape in shapes if len(shape) == rank}
-    dtype = dtype_of(tensors[0])
+    kinds = {dtype_of(t) for t in tensors if isinstance(t, Tensor)}
+    dtype = kinds.pop() if len(kinds) == 1 else torch.float32
     if len(others) != 1 or any(len(s) != rank or 0 in s for s in shapes):
         return No
-    if any(dtype_of(t) is not dtype for t in tensors):
+    if any(numbers(dtype_of(t)) is not numbers(dtype) for t in tensors):
         return No
     region = recording(dtype)
     if region is None:
         return No
+    parts = tuple(cast(region, t, dtype) for t in tensors)
+    if any(part is No for part in parts):
+        return No
     shape = (shapes[0][0], sum(s[1] for s in shapes), *shapes[0][2:])
-    return region.append("cat", ir.NOTHING, tuple(tensors), shape)
+    return region.append("cat", ir.NOTHING, parts, shape, dtype)
 
 
 def _narrowed(x: Any, first: int, last: int) -> Any:

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, dtype_of, shape_of, unary
+from rewire.engine.parse.base import No, are_parameters, dtype_of, shape_of, unary
 from rewire.engine.scope import recording
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -35,7 +36,7 @@ def _rms_norm(
     input: Any, normalized_shape: Any, weight: Tensor | None = None, eps: float | None = None
 ) -> Any:
     if eps is None:
-        eps = torch.finfo(dtype_of(input)).eps
+        eps = torch.finfo(numbers(dtype_of(input))).eps
     return _norm(input, normalized_shape, weight, None, ir.LayerNorm(float(eps), False))
 
 
@@ -50,10 +51,11 @@ def _norm(
     for tensor in (weight, bias):
         if tensor is not None and (tensor.shape != shape[-1:] or not tensor.is_contiguous()):
             return No
-    region = recording(dtype_of(x))
-    if region is None:
+    dtype = dtype_of(x)
+    region = recording(dtype)
+    if region is None or not are_parameters(dtype, weight, bias):
         return No
-    return region.append("layer_norm", attrs, (x, weight, bias), shape)
+    return region.append("layer_norm", attrs, (x, weight, bias), shape, dtype)
 
 
 def _permute(input: Any, *dims: Any) -> Any:
