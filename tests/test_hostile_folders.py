@@ -102,6 +102,7 @@ def test_a_kill_while_a_sweep_was_first_written(tmp_path: Path) -> None:
     (tmp_path / f"{files.HIDDEN}7-sweep.toml").write_text("exp")
     about = About("table1", "rewire reproduce", 1.0, 1, False)
     Sweep(tmp_path, about).claim()
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.toml"]
     Sweep(tmp_path, about).claim()
 
 
