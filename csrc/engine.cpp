@@ -214,7 +214,7 @@ void Plan<T>::check_connections(size_t step, const Inputs& in, const std::vector
             refuse(step, need, "has " + std::to_string(found) + " elements, but " + counted.role + " counts " +
                                    std::to_string(count) + " connections");
     }
-    const Problem problem = find_problem({ptr, at(given.units)}, rows, given.limit, given.ascending,
+    const Problem problem = find_problem({ptr, at(given.units)}, rows, given.limit, given.ascending ? Order::ascending : Order::any,
                                          given.places == kAbsent ? nullptr : at(given.places), in.threads);
     if (problem == Problem::none) return;
     const Need& wrong = problem == Problem::count  ? counted

@@ -248,7 +248,7 @@ struct Conversions {
 // The loops that look at index vectors before any other loop does.
 struct Bounds {
     bool (*within)(const int32_t* x, int64_t n, int64_t first, int64_t limit);  // whether all are in [first, limit)
-    int64_t (*falls)(const int32_t* x, int64_t n);  // how often one is not above the one before it
+    int64_t (*falls)(const int32_t* x, int64_t n, int32_t step);  // how often one is not `step` above the one before it
 };
 
 struct InstructionSet {

@@ -117,7 +117,7 @@ Rows Arguments::rows(const char* indptr_name, const Tensor& indptr, const char* 
         refuse(std::string(indptr_name) + " must rise from 0 to the number of " + indices_name + ", " +
                std::to_string(all.size) + ", but goes from " + std::to_string(first) + " to " + std::to_string(last));
     const Rows found{{ptr.data, all.data}, ptr.size - 1, all.size};
-    const Problem problem = find_problem(found.by_output, found.units, n_in, true, nullptr, 1);
+    const Problem problem = find_problem(found.by_output, found.units, n_in, Order::distinct, nullptr, 1);
     if (problem == Problem::count) refuse(std::string(indptr_name) + " falls in between: it must rise");
     if (problem == Problem::units)
         refuse(std::string(indices_name) + " must be in [0, " + std::to_string(n_in) + ") and ascend for each output unit");

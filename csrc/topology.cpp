@@ -38,7 +38,8 @@ int64_t first_bad_row(const ByOutput& a, int64_t rows, int64_t inputs, int64_t c
     return a.ptr[rows] == count ? -1 : rows - 1;
 }
 
-Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, bool ascending, const int32_t* places, int threads) {
+Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, Order order, const int32_t* places, int threads) {
+    const int32_t step = int32_t(order);
     const Bounds& look = bounds();
     const int64_t count = a.ptr[rows], piece = 1 << 16;
     bool rises = true;
@@ -50,12 +51,12 @@ Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, bool ascend
         if (!look.within(a.indices + begin, end - begin, 0, limit)) units = false;
         if (places && !look.within(places + begin, end - begin, 0, count)) in_places = false;
         const int64_t from = std::max<int64_t>(0, begin - 1);
-        if (ascending) falls += look.falls(a.indices + from, end - from);
+        if (order != Order::any) falls += look.falls(a.indices + from, end - from, step);
     });
-    if (ascending) {  // between rows they may fall
+    if (order != Order::any) {  // between rows they may fall
         for (int64_t r = 0; r < rows; r++) {
             const int64_t begin = a.ptr[r];
-            falls -= begin > 0 && a.ptr[r + 1] > begin && a.indices[begin] <= a.indices[begin - 1];
+            falls -= begin > 0 && a.ptr[r + 1] > begin && a.indices[begin] < int64_t(a.indices[begin - 1]) + step;
         }
         if (falls) units = false;
     }

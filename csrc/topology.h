@@ -17,8 +17,11 @@ void index_by_input(const ByOutput&, int64_t in_channels, int64_t out_channels, 
 // What is wrong with connections for a kernel, which reads what they point to unchecked.
 enum class Problem { none, count, units, places };
 
-// The first of: `a.ptr` falls somewhere; the units of `a` are not all in [0, limit), or do not ascend within each row though
-// they are to; `places`, or null, are not all in [0, a.ptr[rows]). a.ptr[0] is 0.
-Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, bool ascending, const int32_t* places, int threads);
+// How units must follow each other within a row.
+enum class Order : int8_t { any = -1, ascending = 0, distinct = 1 };
+
+// The first of: `a.ptr` falls somewhere; the units of `a` are not all in [0, limit), or not in order within each row;
+// `places`, or null, are not all in [0, a.ptr[rows]). a.ptr[0] is 0.
+Problem find_problem(const ByOutput& a, int64_t rows, int64_t limit, Order order, const int32_t* places, int threads);
 
 }  // namespace rewire

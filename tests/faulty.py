@@ -156,6 +156,10 @@ class Scene:
 
 def main() -> None:
     import torch
+    import torch._dynamo  # optimizers import it, which takes most of the time of a short run
+
+    import rewire.training.cli
+    import rewire.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
     given: dict[str, Any] = json.loads(sys.argv[1])

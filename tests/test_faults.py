@@ -59,6 +59,9 @@ class Faults:
             env=preload.environment(library),
         )
         self.counts: Counter[str] = Counter()
+        # Folders that are there need not be made, whatever the error.
+        self._there = {"mkdir ."} if before is not None else set()
+        self._there |= {"mkdir checkpoints"} if "--resume" in arguments else set()
         found = self._read()
         self.operations: list[str] = found["operations"]
         self.left: dict[str, str] = found["left"]
@@ -79,7 +82,9 @@ class Faults:
         self._process.stdin.flush()
         outcome = Outcome(*self._read())
         what = f"{case}: {self.operations[case.at - 1]}\n{outcome.said}\n{outcome.said_again}"
-        if case.action == FAIL:
+        if case.action == FAIL and self.operations[case.at - 1] in self._there:
+            assert outcome.code == 0, what
+        elif case.action == FAIL:
             assert outcome.code == 1, what
             assert "Traceback" not in outcome.said, what
             assert "case/run" in outcome.said, what
@@ -121,7 +126,7 @@ def test_a_few_faults(tmp_path: Path) -> None:
     faults = Faults(tmp_path, TRAIN)
     kinds = {operation.split()[0] for operation in faults.operations}
     assert kinds >= {"create", "write", "fsync", "rename", "unlink", "mkdir", "truncate", "chmod"}
-    for case in list(few(faults.operations))[::2]:
+    for case in list(few(faults.operations))[::3]:
         faults.try_(case)
     faults.close()
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import resource
 import shutil
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,7 @@ def test_a_kill_while_a_sweep_was_first_written(tmp_path: Path) -> None:
     (tmp_path / f"{files.HIDDEN}7-sweep.toml").write_text("exp")
     about = About("table1", "rewire reproduce", 1.0, 1, False)
     Sweep(tmp_path, about).claim()
+    assert [path.name for path in tmp_path.iterdir()] == ["sweep.toml"]
     Sweep(tmp_path, about).claim()
 
 
@@ -347,3 +349,59 @@ def test_a_run_whose_folder_was_removed_ends_loudly(tmp_path: Path) -> None:
 
     with pytest.raises((RunError, OSError), match=r"metrics\.jsonl|run"):
         train(job, tmp_path / "run", progress=Remover(), interrupts=Interrupts())
+
+
+# Damaged bytes
+
+
+def damaged(content: bytes, how: str, draw: random.Random) -> bytes:
+    """The content with a bit flipped, without its end, with something in its place, or with more."""
+    at = draw.randrange(len(content))
+    if how == "flipped":
+        return content[:at] + bytes([content[at] ^ 1 << draw.randrange(8)]) + content[at + 1 :]
+    if how == "cut":
+        return content[:at]
+    if how == "zeros":
+        return content[:at] + bytes(len(content) - at)
+    return content + draw.randbytes(9)
+
+
+DAMAGES = ["flipped", "cut", "zeros", "longer"]
+
+
+def goes_on(run: Path) -> Any:
+    return CliRunner().invoke(app, ["train", "--resume", str(run), "--quiet"])
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "tensors.safetensors", "metrics.jsonl", "start.safetensors"]
+)
+def test_damage_that_costs_nothing(
+    name: str, how: str, done: Path, stopped: Path, tmp_path: Path
+) -> None:
+    """There is an older checkpoint, metrics are made anew, and no training needs its start."""
+    draw = random.Random(name + how)
+    newest, *_ = checkpoint.found(stopped / "checkpoints")
+    path = (newest if newest / name in newest.iterdir() else stopped) / name
+    path.write_bytes(damaged(path.read_bytes(), how, draw))
+    result = goes_on(stopped)
+    assert result.exit_code == 0, result.output
+    assert (stopped / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_a_damaged_config_is_refused_by_name(how: str, stopped: Path) -> None:
+    """As unreadable, or as other settings than the checkpoint's; it may also say the same as before."""
+    config, draw = stopped / "config.toml", random.Random(how)
+    whole, settings = config.read_bytes(), Folder(stopped).config()
+    refused = 0
+    for _ in range(60):
+        config.write_bytes(damaged(whole, how, draw))
+        with suppress(RunError):
+            if Folder(stopped).config() == settings:
+                continue
+        with pytest.raises(RunError, match=r"config\.toml"):
+            use.load(stopped)
+        refused += 1
+    assert refused > 30

@@ -169,6 +169,14 @@ def test_settings_and_numbers(name: str) -> None:
         assert equal(rewirer.state_dict(), whole), path
 
 
+def test_methods_that_never_rewire_take_their_own_state() -> None:
+    model = rewire.sparsify(dense(), sparsity=0.7)
+    for rewirer in (rewire.Static(model, sgd(model)), rewire.Dense(dense(), sgd(model))):
+        state = copy.deepcopy(rewirer.state_dict())
+        rewirer.load_state_dict(state)
+        assert equal(rewirer.state_dict(), state)
+
+
 def test_a_sketch_that_no_connections_give() -> None:
     layer = SparseLinear(2000, 2000, connections=50)
     rewirer = rewire.SET(layer, sgd(layer), every=1, until=9)

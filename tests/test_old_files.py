@@ -2,7 +2,8 @@
 
 ``old_files`` was written by that code: runs of ``rewire train`` stopped after step 8 of 15 (``sgd``,
 ``adamw``) and their models at the end (``*.safetensors``), and a loop of one's own after 3 of 6 steps with
-the model that it ended with (``own.pt``).
+the model that it ended with (``own.pt``). Folders called by a version were written by that: ``run``
+stopped after step 8 of 15, and ``done`` is the same run at its end. They must be readable for ever.
 """
 
 import copy
@@ -20,7 +21,8 @@ from torch import Tensor, nn
 import rewire
 from rewire import SparseConv2d, SparseLayer, SparseLinear
 from rewire.optim import reshape_old_state
-from rewire.training import checkpoint
+from rewire.report.write import write
+from rewire.training import checkpoint, use
 from rewire.training.folder import Folder
 from rewire.training.job import Job, load_data
 from test_training import job_of, result, run
@@ -111,6 +113,34 @@ def test_runs_go_on(name: str, tmp_path: Path) -> None:
     # The last bits are those of the machine and of torch.
     expected = load_file(OLD / f"{name}.safetensors")
     assert_holds(rewire.load(path / "model.safetensors"), expected, rtol=1e-4, atol=1e-5)
+
+
+RELEASES = sorted(path.name for path in OLD.iterdir() if path.name[0].isdigit())
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_runs_of_each_release_go_on(release: str, tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    shutil.copytree(OLD / release / "run", path)
+    config = Folder(path).config()
+    notes = run(Job(config, load_data(config)), path)
+    assert notes[-1] == "Going on after step 8 of 15."
+    assert not any("metrics" in note for note in notes)
+    expected = load_file(OLD / release / "done" / "model.safetensors")
+    found = load_file(path / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_finished_runs_of_each_release_are_read(release: str, tmp_path: Path) -> None:
+    path = OLD / release / "done"
+    *_, end = Folder(path).read()
+    tested = use.evaluate(path, torch.device("cpu"))
+    assert tested.accuracy == pytest.approx(end["accuracy"], abs=0.01)
+    page = write([path], tmp_path / "report.html")
+    assert [run.status for run in page.runs] == ["finished"]
 
 
 @pytest.mark.parametrize(

@@ -409,10 +409,12 @@ class Rewirer:
             of_kind = type(value) in kinds and value == value  # NaN is not
             if not (name in optional if value is None else of_kind):
                 raise ValueError(f"{name} must be like {now!r}, got {value!r}")
-        new = {name: given.get(name, getattr(self, name, None)) for name in Rewirer.settings}
-        check_schedule(new["every"], new["until"], new["fraction"])
-        check_choice("scope", new["scope"], ("global", "layer"))
-        check_integer("seed", new["seed"])
+        new = {name: getattr(self, name) for name in self.settings} | dict(given)
+        fraction = new.get("fraction", lambda t: 0.0)  # some methods have a schedule without one
+        if self._sites:  # a dense model is never rewired
+            check_schedule(new.get("every", 1), new.get("until"), fraction)
+        check_choice("scope", new.get("scope", "layer"), ("global", "layer"))
+        check_integer("seed", new.get("seed", 0))
         return dict(given)
 
     def _reshape_old_state(self) -> None:

@@ -67,6 +67,11 @@ class Sweep:
         Raises:
             RunError: if it holds another one, or something else.
         """
+        with Folder(self.path):
+            self._claim()
+
+    def _claim(self) -> None:
+        files.sweep(self.path)
         file = self.path / FILE
         if file.exists():
             found = toml.read(file)
@@ -77,11 +82,10 @@ class Sweep:
                         f"{self.path} holds a sweep with {name} {there}, and this one has {here}: choose "
                         "another folder with --out"
                     )
-        elif self.path.is_dir() and not files.is_empty(self.path):
+        elif not files.is_empty(self.path):
             raise RunError(
                 f"{self.path} is not empty and holds no sweep: choose another folder with --out"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
         files.write_text(file, toml.dumps(asdict(self.about)))
 
     def folder(self, run: Run) -> Folder:

@@ -92,7 +92,11 @@ class Folder:
         """The config of the run in it."""
         if not self.exists:
             raise RunError(f"{self.path} holds no run: there is no {CONFIG} in it")
-        return configs.resolve(configs.read_run(self.path / CONFIG))
+        try:
+            return configs.resolve(configs.read_run(self.path / CONFIG))
+        except ValueError as error:
+            name = "" if CONFIG in str(error) else f"{self.path / CONFIG}: "
+            raise RunError(f"{name}{error}") from error
 
     @property
     def root(self) -> Path | None:
