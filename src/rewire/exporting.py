@@ -47,12 +47,10 @@ def export(
         model: any model.
         path: the file.
         format: one of these; by default ONNX for ``.onnx``, else dense.
-        example: for ONNX, an input or a tuple of inputs with two samples or more; any number may be
-        given to the
-            exported model.
+        example: for ONNX, an input or a tuple of inputs with two samples or more; the exported model
+            takes any number.
         sparse_initializers: for ONNX, keep only the weights of connections in the file. onnxruntime
-        reads that
-            and makes them dense; OpenVINO does not read it.
+            reads that and makes them dense; OpenVINO does not read it.
     """
     path = Path(path)
     if format is None:
@@ -128,7 +126,10 @@ def read_csr(path: Path_) -> dict[str, Tensor]:
     for name, size in sizes.items():
         parts = [state.pop(f"{name}.{part}") for part in _PARTS]
         with _no_warning():
-            state[name] = torch.sparse_csr_tensor(*parts, size=size, check_invariants=True)
+            rows, columns, values = parts
+            state[name] = torch.sparse_csr_tensor(
+                rows, columns, values, size=size, check_invariants=True
+            )
     return state
 
 
@@ -162,7 +163,11 @@ def _export_onnx(model: nn.Module, path: Path, example: Any, sparse: bool) -> No
     proto = program.model_proto
     if sparse:
         _make_sparse(onnx, proto, _sparse_names(model))
-    files.write(path, lambda hidden: hidden.write_bytes(proto.SerializeToString()))
+
+    def fill(hidden: Path) -> None:
+        hidden.write_bytes(proto.SerializeToString())
+
+    files.write(path, fill)
 
 
 def _sparse_names(model: nn.Module) -> set[str]:
