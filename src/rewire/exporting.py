@@ -47,12 +47,10 @@ def export(
         model: any model.
         path: the file.
         format: one of these; by default ONNX for ``.onnx``, else dense.
-        example: for ONNX, an input or a tuple of inputs with two samples or more; any number may be
-        given to the
-            exported model.
+        example: for ONNX, an input or a tuple of inputs with two samples or more; the exported model
+            takes any number.
         sparse_initializers: for ONNX, keep only the weights of connections in the file. onnxruntime
-        reads that
-            and makes them dense; OpenVINO does not read it.
+            reads that and makes them dense; OpenVINO does not read it.
     """
     path = Path(path)
     if format is None:
@@ -126,8 +124,9 @@ def read_csr(path: Path_) -> dict[str, Tensor]:
             raise ValueError(f'{path} was not written by rewire.export(..., format="csr")')
         state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     for name, size in sizes.items():
-        rows, columns, values = (state.pop(f"{name}.{part}") for part in _PARTS)
+        parts = [state.pop(f"{name}.{part}") for part in _PARTS]
         with _no_warning():
+            rows, columns, values = parts
             state[name] = torch.sparse_csr_tensor(
                 rows, columns, values, size=size, check_invariants=True
             )
@@ -165,10 +164,10 @@ def _export_onnx(model: nn.Module, path: Path, example: Any, sparse: bool) -> No
     if sparse:
         _make_sparse(onnx, proto, _sparse_names(model))
 
-    def save(hidden: Path) -> None:
+    def fill(hidden: Path) -> None:
         hidden.write_bytes(proto.SerializeToString())
 
-    files.write(path, save)
+    files.write(path, fill)
 
 
 def _sparse_names(model: nn.Module) -> set[str]:

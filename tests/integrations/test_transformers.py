@@ -159,6 +159,12 @@ def test_it_resumes_from_another_folder_only_if_told(tmp_path: Path) -> None:
     assert callback.rewirer.t == 24
 
 
+def test_several_processes_are_refused() -> None:
+    arguments = type("Arguments", (), {"world_size": 2})
+    with pytest.raises(ValueError, match=r"rewire\.distributed\.Parallel"):
+        gse().on_train_begin(arguments, None, None, model=bert(), optimizer=None)
+
+
 # save_pretrained and from_pretrained --------------------------------------------------------------
 
 IDS = torch.tensor([[1, 2, 3, 4]])
