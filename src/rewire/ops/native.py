@@ -51,7 +51,7 @@ def instruction_sets() -> list[str]:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx512_bf16", "avx512", "avx2", "generic", or "reference" without kernels."""
+    """The instruction set in use: "avx512_bf16", "avx512", "avx2", "generic", or "reference" without any."""
     return "reference" if _module is None else str(_module.current())
 
 
