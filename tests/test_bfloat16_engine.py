@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import rewire
 from engine_models import dense_gradients, leaves
 from rewire import ops
+from rewire.engine import execute, links, plan
 from rounding import GRADIENTS, VALUES, no_worse
 
 pytestmark = [
@@ -328,3 +329,49 @@ def test_second_derivatives() -> None:
 
     ours, dense = (penalty(m, image(), True) for m in (model, twin))
     no_worse(ours, dense, penalty(exact, image().double(), False), GRADIENTS)
+
+
+@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+def test_gradients_that_are_handed_out_early(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where processes cooperate: the same bits in a chain of functions of autograd."""
+    found = []
+    for chained in (False, True):
+        monkeypatch.setattr(links, "wanted", lambda on=chained: on)
+        monkeypatch.setattr(plan, "SEGMENT_BYTES", 1)
+        execute._plans.clear()
+        model, x = net(BODIES["units"]), image()
+        if way == "bfloat16":
+            model, x = model.to(BF16), x.to(BF16)
+        found.append(step(model, x, way == "autocast"))
+        (planned,) = execute._plans.values()
+        assert len(planned.segments) > 1
+    for name, tensor in found[0].items():
+        assert (tensor is None) == (found[1][name] is None)
+        assert tensor is None or torch.equal(tensor, found[1][name]), name
+
+
+@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+def test_every_instruction_set(way: str, isa: str) -> None:
+    for name in ("units", "residual", "transformer" if way == "autocast" else "tokens", "gate"):
+        as_its_twin(BODIES[name], pure=way == "bfloat16")
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", ["units", "residual", "layer norm of float32", "gate"])
+def test_without_panels(name: str) -> None:
+    as_its_twin(BODIES[name])
+
+
+def test_dropout_drops_the_same_in_both_passes() -> None:
+    model = net(lambda m, x: F.dropout(m.conv(x), 0.5))
+    x = image().requires_grad_()
+    with torch.autocast("cpu", BF16):
+        y = model(x)
+    assert y.dtype is BF16
+    y.backward(torch.ones_like(y))
+    assert 0.4 < float((y == 0).float().mean()) < 0.6
+    kept = (y != 0).to(BF16) * 2
+    with torch.autocast("cpu", BF16):
+        (right,) = torch.autograd.grad(model.conv(x), x, kept)  # type: ignore[operator]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, right, rtol=2e-2, atol=2e-2)

@@ -51,7 +51,8 @@ def instruction_sets() -> list[str]:
 
 
 def instruction_set() -> str:
-    """The instruction set in use: "avx512_bf16", "avx512", "avx2", "generic", or "reference" without any."""
+    """The instruction set in use: "avx512_bf16", "avx512", "avx2", "generic", or without kernels
+    "reference"."""
     return "reference" if _module is None else str(_module.current())
 
 
