@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import rewire
 from engine_models import dense_gradients, leaves
@@ -87,7 +88,7 @@ def _kept(m: Any, x: Tensor) -> Any:
 
 
 def _transformer(m: Any, x: Tensor) -> Any:
-    y = m.cast(tokens(m, x), F32)
+    y = m.cast(tokens(m, x), F32) * 2
     z = m.ln(y)
     y = y + m.fc2(F.gelu(m.fc(z) + m.fc2(z)))
     return m.ln(y)
@@ -375,3 +376,16 @@ def test_dropout_drops_the_same_in_both_passes() -> None:
         (right,) = torch.autograd.grad(model.conv(x), x, kept)  # type: ignore[operator]
     assert x.grad is not None
     torch.testing.assert_close(x.grad, right, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_is_that_of_the_recording() -> None:
+    """Not that of a backward pass that computes everything again, through the dispatcher at that."""
+    found = []
+    for around in (False, True):
+        model, x = net(_off).eval(), image().requires_grad_()
+        with torch.autocast("cpu", BF16):
+            _, y, _ = model(x)
+        with torch.autocast("cpu", BF16, enabled=around), FlopCounterMode(display=False):
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(slope.detach())
+    assert torch.equal(*found)
