@@ -50,7 +50,7 @@ void run_on_threads(int threads, Body body, void* data) {
         Body body;
         void* data;
         std::atomic_flag failed = ATOMIC_FLAG_INIT;
-        std::exception_ptr first;
+        std::exception_ptr first{};
 
         void run(int thread) noexcept {
             try {

@@ -11,10 +11,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import rewire
 from engine_models import dense_gradients, leaves
 from rewire import ops
+from rewire.engine import execute, links, plan
 from rounding import GRADIENTS, VALUES, no_worse
 
 pytestmark = [
@@ -86,7 +88,7 @@ def _kept(m: Any, x: Tensor) -> Any:
 
 
 def _transformer(m: Any, x: Tensor) -> Any:
-    y = tokens(m, x) + m.bias  # float32 from here on
+    y = m.cast(tokens(m, x), F32) * 2
     z = m.ln(y)
     y = y + m.fc2(F.gelu(m.fc(z) + m.fc2(z)))
     return m.ln(y)
@@ -151,6 +153,11 @@ ACTIVATIONS: list[Callable[[Tensor], Tensor]] = [
 ]
 
 
+def net(body: Body, engine: bool = True) -> nn.Module:
+    torch.manual_seed(0)
+    return rewire.sparsify(Net(body), 0.4, weights="fresh", engine=engine, keep_dense=["depthwise"])
+
+
 def image() -> Tensor:
     return torch.randn((8, 4, 6, 6), generator=torch.Generator().manual_seed(1))
 
@@ -175,10 +182,7 @@ def as_its_twin(
     body: Body, *, training: bool = True, pure: bool = False, engine: bool = True
 ) -> None:
     """A step of a converted model beside one of its densified twin, and one of that in float64."""
-    torch.manual_seed(0)
-    given = {"weights": "fresh", "engine": engine, "keep_dense": ["depthwise"]}
-    model = rewire.sparsify(Net(body), 0.4, **given).train(training)  # type: ignore[arg-type]
-    x = image()
+    model, x = net(body, engine).train(training), image()
     if pure:
         model, x = model.to(BF16), x.to(BF16)
     twin = rewire.densify(copy.deepcopy(model))
@@ -212,7 +216,7 @@ def test_layer_by_layer(body: Body) -> None:
     as_its_twin(body, engine=False)
 
 
-REFUSED = {"root mean square norm", "norm that is kept", "autocast off"}  # by torch
+REFUSED = {"root mean square norm", "norm that is kept", "transformer", "autocast off"}  # by torch
 PURE = {n: body for n, body in BODIES.items() if n not in REFUSED and "float32" not in n}
 
 
@@ -226,3 +230,162 @@ def test_models_in_bfloat16(body: Body, training: bool) -> None:
 def test_activations(function: Callable[[Tensor], Tensor]) -> None:
     as_its_twin(lambda m, x: m.conv2(function(m.bn(m.conv(x)))))
     as_its_twin(lambda m, x: function(m.conv(x)), training=False)
+
+
+# What is recorded -----------------------------------------------------------------------------------
+
+
+def explained(body: Body, dtype: torch.dtype = BF16) -> rewire.Explanation:
+    with torch.autocast("cpu", dtype):
+        return rewire.explain(net(body), image())
+
+
+UNKNOWN = {"opaque", "no gradient", "quotient", "bias of tokens", "number of a parameter"}
+KNOWN = {name: body for name, body in BODIES.items() if name not in UNKNOWN}
+
+
+@pytest.mark.parametrize("body", KNOWN.values(), ids=KNOWN)
+def test_it_is_one_region(body: Body) -> None:
+    found = explained(body)
+    assert found.stops == ()
+    assert len(found.regions) == 1
+    assert all(not layer.alone for layer in found.layers)
+
+
+def test_explanations_show_types() -> None:
+    found = explained(_transformer)
+    (region,) = found.regions
+    assert region.dtype == "bfloat16 and float32"
+    norm = next(step for step in region.forward if step.name == "LayerNormForward")
+    assert (norm.dtype, norm.fused) == ("bfloat16", ("cast",))
+    assert {step.dtype for step in region.forward if step.op == "linear"} == {"bfloat16"}
+    assert "bfloat16  panels" in str(found)
+    assert "of bfloat16 and float32 in" in str(found)
+
+
+def test_nothing_converts_between_layers() -> None:
+    """In a transformer whose residual stream is float32, either."""
+    for body in (_transformer, BODIES["units"], BODIES["residual"], BODIES["tokens"]):
+        (region,) = explained(body).regions
+        inside = [step for step in region.forward + region.backward if step.name == "Convert"]
+        assert len(inside) == 1  # of the model's input
+        assert not any(
+            step.fused == ("cast",) for step in region.forward if step.name == "Pointwise"
+        )
+
+
+def test_autocast_to_float16_runs_layer_by_layer() -> None:
+    found = explained(BODIES["units"], torch.float16)
+    assert found.recorded == 0
+    reasons = {layer.reason for layer in found.layers if layer.alone}
+    assert reasons == {
+        "autocast is to float16, and the engine records float32, bfloat16 and float64"
+    }
+
+
+def test_modes_are_those_of_the_call() -> None:
+    """A model that is called again under another autocast is recorded again."""
+    model = net(BODIES["units"])
+    kinds = []
+    for enabled in (True, False, True):
+        with torch.autocast("cpu", BF16, enabled=enabled):
+            y = model(image())
+        kinds.append(y.dtype)
+        y.float().sum().backward()
+    assert kinds == [BF16, F32, BF16]
+
+
+def test_values_that_c_plus_plus_code_holds() -> None:
+    """Their gradients go through the shadow graph, under autocast or not."""
+
+    class Triple(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return 3 * x
+
+        @staticmethod
+        def backward(ctx: Any, dy: Tensor) -> Tensor:
+            return 3 * dy
+
+    def body(m: Any, x: Tensor) -> Tensor:
+        y: Tensor = m.bn(m.conv(x))
+        return m.conv2(Triple.apply(y) + y)  # type: ignore[no-any-return]
+
+    as_its_twin(body)
+
+
+def test_second_derivatives() -> None:
+    """Of a loss under autocast, whose backward pass is inside of it."""
+    model = net(BODIES["units"]).eval()
+    twin = rewire.densify(copy.deepcopy(model))
+    exact = copy.deepcopy(twin).double()
+
+    def penalty(m: nn.Module, x: Tensor, autocast: bool) -> Tensor:
+        x = x.clone().requires_grad_()
+        with torch.autocast("cpu", BF16, enabled=autocast):
+            (slope,) = torch.autograd.grad(m(x).double().square().sum(), x, create_graph=True)
+            slope.square().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    ours, dense = (penalty(m, image(), True) for m in (model, twin))
+    no_worse(ours, dense, penalty(exact, image().double(), False), GRADIENTS)
+
+
+@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+def test_gradients_that_are_handed_out_early(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where processes cooperate: the same bits in a chain of functions of autograd."""
+    found = []
+    for chained in (False, True):
+        monkeypatch.setattr(links, "wanted", lambda on=chained: on)
+        monkeypatch.setattr(plan, "SEGMENT_BYTES", 1)
+        execute._plans.clear()
+        model, x = net(BODIES["units"]), image()
+        if way == "bfloat16":
+            model, x = model.to(BF16), x.to(BF16)
+        found.append(step(model, x, way == "autocast"))
+        (planned,) = execute._plans.values()
+        assert len(planned.segments) > 1
+    for name, tensor in found[0].items():
+        assert (tensor is None) == (found[1][name] is None)
+        assert tensor is None or torch.equal(tensor, found[1][name]), name
+
+
+@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+def test_every_instruction_set(way: str, isa: str) -> None:
+    for name in ("units", "residual", "transformer" if way == "autocast" else "tokens", "gate"):
+        as_its_twin(BODIES[name], pure=way == "bfloat16")
+
+
+@pytest.mark.usefixtures("no_panels")
+@pytest.mark.parametrize("name", ["units", "residual", "layer norm of float32", "gate"])
+def test_without_panels(name: str) -> None:
+    as_its_twin(BODIES[name])
+
+
+def test_dropout_drops_the_same_in_both_passes() -> None:
+    model = net(lambda m, x: F.dropout(m.conv(x), 0.5))
+    x = image().requires_grad_()
+    with torch.autocast("cpu", BF16):
+        y = model(x)
+    assert y.dtype is BF16
+    y.backward(torch.ones_like(y))
+    assert 0.4 < float((y == 0).float().mean()) < 0.6
+    kept = (y != 0).to(BF16) * 2
+    with torch.autocast("cpu", BF16):
+        (right,) = torch.autograd.grad(model.conv(x), x, kept)  # type: ignore[operator]
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, right, rtol=2e-2, atol=2e-2)
+
+
+def test_autocast_is_that_of_the_recording() -> None:
+    """Not that of a backward pass that computes everything again, through the dispatcher at that."""
+    found = []
+    for around in (False, True):
+        model, x = net(_off).eval(), image().requires_grad_()
+        with torch.autocast("cpu", BF16):
+            _, y, _ = model(x)
+        with torch.autocast("cpu", BF16, enabled=around), FlopCounterMode(display=False):
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        found.append(slope.detach())
+    assert torch.equal(*found)

@@ -405,8 +405,11 @@ def test_gradient_mode_inside() -> None:
 def test_dtypes() -> None:
     model = rewire.sparsify(Block(lambda m, x: m.c(x)), 0.5)
     use_engine(model)
-    found = rewire.explain(model.bfloat16(), image().bfloat16())
-    reason = "dtype bfloat16 has no kernels: use float32 (model.float()) or float64"
+    found = rewire.explain(model.half(), image().half())
+    reason = (
+        "dtype float16 has no kernels: use bfloat16 (model.bfloat16()), float32 (model.float()) or "
+        "float64"
+    )
     assert [layer.reason for layer in found.layers] == [reason] * 3
     assert found.recorded == 0
     assert found.regions == ()

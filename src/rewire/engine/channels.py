@@ -67,6 +67,7 @@ class _Rewriting:
 
     def result(self) -> Rewritten:
         handlers = dict.fromkeys(POINTWISE, self._pointwise) | {
+            "cast": self._cast,
             "dropout": self._dropout,
             "linear": self._linear,
             "layer_norm": self._layer_norm,
@@ -173,6 +174,12 @@ class _Rewriting:
         )
         image = self.add(node.op, node.attrs, inputs, (*node.shape, 1))
         self.plain[self.node] = self.view(image, node.shape)
+
+    def _cast(self, node: Node) -> None:
+        """Of what the region reads, before it is moved."""
+        (source,) = node.inputs
+        assert source is not None
+        (self._plain if source < 0 else self._pointwise)(node)
 
     def _dropout(self, node: Node) -> None:
         """Its noise depends on where an element lies in the value itself."""

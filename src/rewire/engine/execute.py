@@ -27,17 +27,6 @@ def derivatives(
     wanted: Sequence[bool],
 ) -> list[Tensor | None]:
     """The gradients of the inputs that are wanted; differentiable themselves if gradient mode is on."""
-    with private.without_autocast():
-        return _derivatives(graph, tensors, data, grads, wanted)
-
-
-def _derivatives(
-    graph: Graph,
-    tensors: Sequence[Tensor | None],
-    data: Data,
-    grads: Sequence[Tensor | None],
-    wanted: Sequence[bool],
-) -> list[Tensor | None]:
     again = torch.is_grad_enabled()
     with torch.enable_grad():
         values = interpret(graph.nodes, tensors, data._replace(effects=False))

@@ -6,6 +6,7 @@ How torch functions become nodes is in :mod:`rewire.engine.parse`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,17 +18,26 @@ from rewire.engine.run import Data
 from rewire.ops import eager, layout, native
 from rewire.ops.reference import convolution
 
+_nothing = nullcontext()
+
+
+def _without_autocast() -> Any:
+    """What autocast did is recorded, and its state may be another by now."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _nothing
+
 
 def _conv2d(a: ir.Conv, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-    return eager.conv2d_as_it_is(
-        *(x, values.reshape(-1, 1), bias, data.topologies[a.topology], convolution(*a[:4])),
-        probe=data.probes[a.topology],
-    )
+    with _without_autocast():
+        return eager.conv2d_as_it_is(
+            *(x, values.reshape(-1, 1), bias, data.topologies[a.topology], convolution(*a[:4])),
+            probe=data.probes[a.topology],
+        )
 
 
 def _linear(a: ir.Linear, data: Data, x: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
     topology, probe = data.topologies[a.topology], data.probes[a.topology]
-    y = eager.linear_as_it_is(x.flatten(0, -2), values, bias, topology, probe)
+    with _without_autocast():
+        y = eager.linear_as_it_is(x.flatten(0, -2), values, bias, topology, probe)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 

@@ -19,9 +19,10 @@ import rewire
 from rewire.engine import private
 from rewire.engine.lazy import HANDLERS, LazyTensor
 from rewire.engine.observe import Why
-from rewire.engine.parse.base import dtype_of, shape_of
+from rewire.engine.parse.base import dtype_of, may_read, shape_of
 from rewire.engine.scope import Scope
 from rewire.ops import native
+from rewire.ops.precision import input_dtype
 from rewire.ops.sharding import has_fsdp
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -217,11 +218,17 @@ def why_alone(
         return f"there are no kernels for {values.device.type}"
     if native.kernels(values) is None:
         return (
-            f"dtype {_dtype(values.dtype)} has no kernels: use float32 (model.float()) or float64"
+            f"dtype {_dtype(values.dtype)} has no kernels: use bfloat16 (model.bfloat16()), float32 "
+            "(model.float()) or float64"
         )
     if isinstance(x, Tensor) and type(x) not in (Tensor, nn.Parameter, LazyTensor):
         return f"its input is a {type(x).__name__}, not a plain tensor"
-    if isinstance(x, Tensor) and dtype_of(x) is not values.dtype:
+    if isinstance(x, Tensor) and input_dtype(dtype_of(x), "cpu") not in native.KERNEL_DTYPES:
+        return (
+            f"autocast is to {_dtype(input_dtype(dtype_of(x), 'cpu'))}, and the engine records float32, "
+            "bfloat16 and float64"
+        )
+    if isinstance(x, Tensor) and not may_read(input_dtype(dtype_of(x), "cpu"), values.dtype):
         return f"its input is {_dtype(dtype_of(x))}, its values are {_dtype(values.dtype)}"
     return "the engine cannot read one of its tensors"
 

@@ -117,17 +117,12 @@ def backward_hooks(model: nn.Module) -> list[dict[int, Any]]:
 _nothing = nullcontext()
 
 
-def without_autocast() -> Any:
-    """Torch functions inside have the dtypes of what they are given: on the CPU, where the engine is."""
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else _nothing
-
-
 @contextmanager
 def _modes(grad: bool, inference: bool, hooks: Any) -> Iterator[None]:
     if hooks is not None:
         _pop_hooks()
     try:
-        with torch.inference_mode(inference), torch.set_grad_enabled(grad), without_autocast():
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
             yield
     finally:
         if hooks is not None:
@@ -135,13 +130,10 @@ def _modes(grad: bool, inference: bool, hooks: Any) -> Iterator[None]:
 
 
 def modes(grad: bool, inference: bool) -> Any:
-    """The modes at the time of recording: without saved-tensor hooks, with gradients or not. Autocast is
-    off: what it did is recorded."""
+    """The modes at the time of recording: without saved-tensor hooks, with gradients or not."""
     hooks = _hooks(False)
     same = torch.is_grad_enabled() is grad and torch.is_inference_mode_enabled() is inference
-    if same and hooks is None:
-        return without_autocast()
-    return _modes(grad, inference, hooks)
+    return _nothing if same and hooks is None else _modes(grad, inference, hooks)
 
 
 _clean = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()

@@ -339,10 +339,6 @@ class Region:
 
     def gradients(self, index: int, positions: list[int], dy: Tensor) -> list[Tensor | None]:
         """The gradients of some operands of a node, given that of its output."""
-        with private.without_autocast():
-            return self._gradients(index, positions, dy)
-
-    def _gradients(self, index: int, positions: list[int], dy: Tensor) -> list[Tensor | None]:
         again = torch.is_grad_enabled()
         data = self.data(False)
         op, attrs, inputs, *_ = self.nodes[index]
