@@ -308,8 +308,8 @@ def test_steps_that_make_no_sense(make_step: Any, problem: str) -> None:
 def test_steps_are_read_only_and_take_keywords_alone() -> None:
     copy = n().Copy(length=3, x=0, y=1)
     assert (copy.name, copy.length, copy.x, copy.y) == ("Copy", 3, 0, 1)
-    assert copy.fields == ("length", "x", "y")
-    assert repr(copy) == "Copy(length=3, x=0, y=1)"
+    assert copy.fields == ("length", "x", "y", "wide")
+    assert repr(copy) == "Copy(length=3, x=0, y=1, wide=False)"
     with pytest.raises(AttributeError):
         copy.length = 4
     with pytest.raises(TypeError):
@@ -333,7 +333,9 @@ def test_the_stubs_are_those_of_the_extension() -> None:
         methods = {f.name: f for f in classes[name].body if isinstance(f, ast.FunctionDef)}
         given = methods["__init__"].args
         assert tuple(a.arg for a in [*given.args[1:], *given.kwonlyargs]) == fields, name
-        assert set(methods) == {"__init__", *fields}, name
+        bases = [base.id for base in classes[name].bases if isinstance(base, ast.Name)]
+        inherited = {"wide"} if bases == ["Step"] else set()
+        assert {*methods, *inherited} == {"__init__", *fields}, name
 
 
 def test_a_step_lists_what_it_needs() -> None:
@@ -344,15 +346,15 @@ def test_a_step_lists_what_it_needs() -> None:
     assert listed == [
         ("indptr", 0, "indices", True, False, 5),
         ("indices", 1, "indices", True, False, -1),
-        ("values", 5, "values", True, False, -1),
-        ("bias", 8, "values", True, False, 4),
+        ("values", 5, "numbers", True, False, -1),
+        ("bias", 8, "numbers", True, False, 4),
         ("x", 6, "values", True, False, 600),
-        ("norm.weight", 13, "values", True, False, 3),
-        ("norm.mean", 10, "values", True, False, 3),
-        ("norm.variance", 11, "values", True, False, 3),
+        ("norm.weight", 13, "numbers", True, False, 3),
+        ("norm.mean", 10, "numbers", True, False, 3),
+        ("norm.variance", 11, "numbers", True, False, 3),
         ("y", 7, "values", False, True, 800),
-        ("mean", 9, "values", False, True, 4),
-        ("variance", 12, "values", False, True, 4),
+        ("mean", 9, "numbers", False, True, 4),
+        ("variance", 12, "numbers", False, True, 4),
     ]
 
 

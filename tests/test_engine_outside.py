@@ -358,17 +358,6 @@ def test_a_traced_model(name: str) -> None:
     assert_close(traced(x).detach(), reference(x).detach())  # not what was seen while tracing
 
 
-def test_autocast_runs_in_float32() -> None:
-    model = Net(USES["residual_block"]).float()
-    use_engine(model)
-    model.eval()
-    x = normal(8, 3, 6, 6, dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = model(x)
-    assert y.dtype == torch.float32
-    assert torch.equal(y, model(x))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # dynamo looks at it
 def test_a_compiled_model() -> None:

@@ -715,7 +715,7 @@ def test_autocast() -> None:
         found.append((y.detach(), w, *(p.grad for p in model.a.parameters())))
         assert dtype is torch.bfloat16
     for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=5e-2, atol=5e-2)  # of a middle part in bfloat16
 
 
 def test_watchers_see_ordinary_tensors() -> None:

@@ -192,10 +192,10 @@ def test_gse_takes_the_same_connections() -> None:
 
 @pytest.mark.filterwarnings("ignore::rewire.ops.PerformanceWarning")
 def test_types_without_kernels() -> None:
-    model = sequence("vgg").bfloat16()
+    model = sequence("vgg").half()
     apart = copy.deepcopy(model)
     use_engine(model)
-    x = normal(8, 3, 8, 8).bfloat16()
+    x = normal(8, 3, 8, 8).half()
     assert torch.equal(model(x), apart(x))
 
 

@@ -247,7 +247,7 @@ def test_set_connections(make: Make, shape: tuple[int, ...]) -> None:
     parameter = layer.values
     layer(data(layer)).sum().backward()
     new = Connections.random(layer.n_in, layer.n_out, 11, seeded(9))
-    layer.set_connections(new, torch.arange(11).view(shape))
+    layer.set_connections(new, torch.arange(11.0).view(shape))
     assert layer.values is parameter
     assert layer.values.grad is None
     assert layer.values.dtype == torch.float32

@@ -19,7 +19,6 @@ from products import (
     as_operator,
     assert_agrees,
     assert_close,
-    conv3,
     dense_gradients,
     gradients,
     make,
@@ -168,24 +167,6 @@ def test_transforms_and_traces() -> None:
 
 
 # Types
-
-
-@pytest.mark.parametrize("operator", [False, True])
-def test_autocast_runs_in_float32(operator: bool) -> None:
-    for case in (make(LINEAR, (9, 6), 4, 0.5), make(conv3(), (9, 2, 4, 4), 4, 0.5)):
-        run = as_operator if operator else Case.run
-        for x in (case.x, case.x.bfloat16()):
-            expected = case.run(x.float(), case.values, case.bias)
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                y = run(case, x, case.values, case.bias)
-            assert y.dtype == torch.float32
-            assert torch.equal(y, expected)
-        x = case.x.bfloat16().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            y = run(case, x, case.values, case.bias)
-        (dx,) = torch.autograd.grad(y, x, case.dy)
-        assert dx.dtype == torch.bfloat16
-        assert_close(dx, dense_gradients(case)[1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

@@ -55,8 +55,9 @@ class TestBadInput:
             run(case, x, values.double(), bias)
         with pytest.raises(ValueError, match=r"types differ.*float64"):
             run(case, x, values, bias.double())
-        with pytest.raises(ValueError, match="types differ"):
-            run(case, x.half(), values, bias)
+        if run is not as_operator:  # which is what compiled code calls under autocast
+            with pytest.raises(ValueError, match="types differ"):
+                run(case, x.half(), values, bias)
         with pytest.raises(ValueError, match="types differ"):
             run(case, x.long(), values, bias)
 

@@ -673,14 +673,14 @@ class LayerNormForward(Step):
         columns: int,
         eps: float = ...,
         centered: bool = ...,
+        wide_x: bool = ...,
+        wide_y: bool = ...,
         weight: int = ...,
         bias: int = ...,
         x: int,
         y: int,
         mean: int = ...,
         scale: int = ...,
-        wide_x: bool = ...,
-        wide_y: bool = ...,
         wide: bool = ...,
     ) -> None: ...
 
@@ -723,6 +723,8 @@ class LayerNormBackward(Step):
         columns: int,
         eps: float = ...,
         centered: bool = ...,
+        wide_x: bool = ...,
+        wide_y: bool = ...,
         weight: int = ...,
         x: int,
         dy: int,
@@ -731,8 +733,6 @@ class LayerNormBackward(Step):
         dx: int = ...,
         dweight: int = ...,
         dbias: int = ...,
-        wide_x: bool = ...,
-        wide_y: bool = ...,
         wide: bool = ...,
     ) -> None: ...
 

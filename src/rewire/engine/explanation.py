@@ -12,7 +12,7 @@ from rewire.summary import _bytes
 
 _WIDTH = 120
 _COLUMNS = ("module", "kernel", "also does", "output", "dtype", "layout", "written")
-_MODULE, _FUSED = 30, 34  # the widest that these columns get
+_MODULE, _FUSED = 30, 31  # the widest that these columns get
 _OFF = (
     "The engine is off for this model: its layers run one by one.\n"
     "Turn it on with rewire.use_engine(model)."

@@ -194,11 +194,11 @@ class SparseLayer(ConnectedLayer):
     ) -> None:
         names = [prefix + name for name in ("indptr", "indices", "values")]
         weight = state_dict.get(prefix + "weight")
-        if isinstance(weight, Tensor):
+        if isinstance(weight, Tensor) and weight.shape == MARK.shape:
             state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
-            if weight.shape != MARK.shape:
-                error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
-                return
+        elif isinstance(weight, Tensor) and names[2] not in state_dict:
+            error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+            return
         if not all(isinstance(state_dict.get(name), Tensor) for name in names):
             # One without the others means nothing: leave the layer as it is and name what is missing.
             rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
