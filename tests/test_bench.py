@@ -4,6 +4,7 @@ import gc
 import json
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,7 +25,18 @@ from rewire.bench import (
     timing,
     workloads,
 )
-from rewire.bench.case import CSR, DENSE, FORWARD, LIMIT, OURS, TRAINING, Case, Functions, Result
+from rewire.bench.case import (
+    CSR,
+    DENSE,
+    FORWARD,
+    LIMIT,
+    OURS,
+    STEP,
+    TRAINING,
+    Case,
+    Functions,
+    Result,
+)
 from rewire.bench.timing import Timing, interleaved, ratios
 from rewire.cli import app
 from rewire.engine import execute
@@ -62,6 +74,7 @@ def test_help_shows_an_example_or_the_commands(command: list[str]) -> None:
         (["layers", "--json", "."], "is a directory"),
         (["layers", "--json", "nowhere/a.json"], "no directory"),
         (["layers", "--plot", "a.txt"], "no picture"),
+        (["layers", "--precision", "half"], "'half' is not one of 'float32', 'bfloat16', 'both'"),
         (["step", "--model", "vgg17"], "'vgg17'"),
         (["step", "--sparsity", "-1"], "no sparsity"),
         (["step", "--width", "8"], "--width"),
@@ -106,6 +119,16 @@ def test_layers_are_measured_shown_and_written(tmp_path: Path) -> None:
         assert result.sparsity == 0.9
         assert result.dense_ms is not None
         assert result.ratio == pytest.approx(result.dense_ms / result.ours_ms)
+        assert set(result.ours_by) == {"float32", "bfloat16"}
+        assert result.ours_ms == min(result.ours_by.values()) == result.ours_by[result.best_ours]
+        formats = ("", " channels-last") if result.kind.startswith("conv") else ("",)
+        assert set(result.dense_by) == {p + f for p in ("float32", "bfloat16") for f in formats}
+        assert result.best_dense is not None
+        assert result.dense_ms == min(result.dense_by.values())
+        assert result.dense_ms == result.dense_by[result.best_dense]
+        single = min(ms for name, ms in result.dense_by.items() if name.startswith("float32"))
+        assert result.float32_ms == single
+        assert result.ratio_float32 == pytest.approx(single / result.ours_ms)
         is_linear = result.kind.startswith("linear")
         assert (result.csr_ms is not None) == (is_linear and result.mode != TRAINING)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -187,8 +210,10 @@ def test_the_convolutions_are_those_of_the_models() -> None:
 
 
 def test_the_fastest_variant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {(OURS, ""): 1e-3, (DENSE, "a"): 8e-3, (DENSE, "b"): 4e-3, (CSR, ""): 2e-3}
+    seconds = {(OURS, "float32"): 3e-3, (OURS, "bfloat16"): 1e-3, (CSR, ""): 2e-3}
     seconds |= {("peer", "x"): 6e-3, ("peer", "y"): 7e-3}
+    dense = {"float32": 16.0, "float32 channels-last": 8.0, "bfloat16": 4.0}
+    seconds |= {(DENSE, variant): 1e-3 * ms for variant, ms in dense.items()}
     monkeypatch.setattr(
         "rewire.bench.case.interleaved",
         lambda functions, rounds, **_: {key: Timing((seconds[key],), 1) for key in functions},
@@ -198,7 +223,74 @@ def test_the_fastest_variant_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         yield FORWARD, {key: (lambda: None) for key in seconds}
 
     (result,) = Case("linear layer", "8", 0.5, 2, (FORWARD,), groups).run(1)
-    assert result == Result("linear layer", "8", 0.5, 2, FORWARD, 1, 4, "b", 2, {"peer": 6}, 4)
+    expected = Result("linear layer", "8", 0.5, 2, FORWARD, 1, 4, "bfloat16", 2, {"peer": 6}, 4)
+    assert result == replace(
+        expected,
+        float32_ms=8,
+        ratio_float32=8,
+        best_ours="bfloat16",
+        ours_by={"float32": 3, "bfloat16": 1},
+        dense_by=dense,
+    )
+
+
+def test_tables_show_both_precisions_and_which_are_best() -> None:
+    """Ours beside each other, the fastest dense variant by name, and ratios of the best of ours."""
+    known = {"dense_by": {"float32 channels-last": 6.0, "bfloat16": 4.0}, "float32_ms": 6.0}
+    made = Result("model", "a", 0.9, 4, STEP, 1.0, 4.0, "bfloat16", ratio=4.0, ratio_float32=6.0)
+    results = [
+        replace(made, **known, best_ours="bfloat16", ours_by={"float32": 2.0, "bfloat16": 1.0}),
+        replace(made, **known, shape="b", ratio=9.0, ratio_float32=24.0, ours_by={"float32": 1.0}),
+    ]
+    heads = {
+        2: "model sparsity ours fp32 ours bf16 best dense which is speed-up vs fp32",
+        1: "model sparsity ours bf16 dense which is speed-up vs fp32",
+    }
+    rows = {
+        2: "a 90 % 2.00 ms 1.00 ms bf16 4.00 ms bf16 4.00x 6.00x",
+        1: "a 90 % 1.00 ms 4.00 ms bf16 4.00x 6.00x",
+    }
+    for columns in (1, 2):
+        shown = results if columns == 2 else [replace(results[0], ours_by={"bfloat16": 1.0})]
+        screen = show.console()
+        with screen.capture() as captured:
+            for table in show.tables(shown):
+                screen.print(table)
+        lines = [" ".join(line.split()) for line in captured.get().splitlines()]
+        assert heads[columns] in lines
+        assert rows[columns] in lines
+        if columns == 2:
+            assert "geometric mean 90 % 6.00x 12.0x" in lines
+            assert "b 90 % 1.00 ms fp32 4.00 ms bf16 9.00x 24.0x" in lines
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_layers_run_in_the_precision_that_is_asked_for(precision: str) -> None:
+    """Training under autocast, the rest as models in it; dense in both all the same."""
+    how = workloads.How(2, (precision,), 1)
+    shape = workloads.ConvShape(4, 4, 4)
+    every = [
+        *(build(8, 0.5, how) for build in (workloads.linear_chain, workloads.drop_in_chain)),
+        *(build(8, 0.5, how) for build in (workloads.linear_layer, workloads.linear_inference)),
+        *(build(shape, 0.5, how) for build in (workloads.convolution, workloads.conv_inference)),
+    ]
+    seen: set[tuple[str, torch.dtype]] = set()
+
+    def look(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+        if isinstance(module, nn.Linear | nn.Conv2d | rewire.SparseLayer):
+            seen.add(("ours" if isinstance(module, rewire.SparseLayer) else "dense", output.dtype))
+
+    for groups in every:
+        for mode, functions in groups:
+            assert [key[1] for key in functions if key[0] == OURS] == [precision]
+            for (who, variant), function in functions.items():
+                if who in (OURS, DENSE):
+                    seen.clear()
+                    hook = nn.modules.module.register_module_forward_hook(look)
+                    function()
+                    hook.remove()
+                    dtype = getattr(torch, variant.split()[0])
+                    assert seen == {(who, dtype)}, (mode, who, variant)
 
 
 def test_a_dense_model_that_does_not_fit_is_left_out() -> None:
@@ -219,22 +311,26 @@ def recorded(functions: Functions) -> bool:
     with pytest.MonkeyPatch.context() as patch:
         run = execute.run
         patch.setattr(execute, "run", lambda *args: [runs.append(1), run(*args)][1])
-        functions[OURS, ""]()
+        functions[OURS, "float32"]()
     return bool(runs)
 
 
 @pytest.mark.skipif(not ops.available(), reason="plans need the compiled kernels")
 def test_chains_run_on_the_engine_and_drop_in_chains_without() -> None:
     shape = workloads.ConvShape(4, 4, 4)
-    for groups in (workloads.linear_chain(8, 0.5, 2, 1), workloads.convolution(shape, 0.5, 2)):
+    how = workloads.How(2, limit=1)
+    for groups in (workloads.linear_chain(8, 0.5, how), workloads.convolution(shape, 0.5, how)):
         assert [recorded(functions) for _, functions in groups] == [True, True]
     # Recording one sample takes longer than computing it.
-    for groups in (workloads.linear_inference(8, 0.5, 1), workloads.conv_inference(shape, 0.5)):
+    for groups in (
+        workloads.linear_inference(8, 0.5, how),
+        workloads.conv_inference(shape, 0.5, how),
+    ):
         assert [recorded(functions) for _, functions in groups] == [False]
-    found = list(workloads.drop_in_chain(8, 0.5, 2, 1))
+    found = list(workloads.drop_in_chain(8, 0.5, how))
     assert [mode for mode, _ in found] == [TRAINING, FORWARD]
     for _, functions in found:
-        assert list(functions) == [(OURS, ""), (DENSE, "contiguous")]
+        assert list(functions) == [(w, p) for w in (OURS, DENSE) for p in ("float32", "bfloat16")]
         assert not recorded(functions)
 
 
@@ -265,7 +361,10 @@ def test_every_convolution_can_be_measured() -> None:
     for case in layers.cases(plan):
         for mode, functions in case.groups():
             assert mode in case.modes
-            assert {(OURS, ""), (DENSE, "contiguous"), (DENSE, "channels_last")} <= set(functions)
+            for precision in ("float32", "bfloat16"):
+                assert (OURS, precision) in functions
+                for how in ("", " channels-last"):
+                    assert (DENSE, precision + how) in functions
 
 
 def test_what_computes_something_else_is_not_compared() -> None:
@@ -280,11 +379,12 @@ def test_peers_take_part_if_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         peers, "_load", lambda peer: library if peer == peers.SPARSEPROP else "not installed"
     )
     assert peers.status()[peers.SPARSELAB] == "not installed"
-    ((_, linear), _) = workloads.linear_layer(8, 0.5, 2, 1)
+    how = workloads.How(2, limit=1)
+    ((_, linear), _) = workloads.linear_layer(8, 0.5, how)
     assert (peers.SPARSEPROP, "") in linear
-    ((_, chain), _) = workloads.convolution(workloads.ConvShape(4, 4, 4), 0.5, 2)
+    ((_, chain), _) = workloads.convolution(workloads.ConvShape(4, 4, 4), 0.5, how)
     assert {(peers.SPARSEPROP, "over batch"), (peers.SPARSEPROP, "over width")} <= set(chain)
-    ((_, strided), _) = workloads.convolution(workloads.ConvShape(4, 8, 4, 2), 0.5, 2)
+    ((_, strided), _) = workloads.convolution(workloads.ConvShape(4, 8, 4, 2), 0.5, how)
     assert (peers.SPARSEPROP, "over width") not in strided
 
 

@@ -84,12 +84,40 @@ def test_a_model_is_checked_explained_timed_and_written(tiny: None, tmp_path: Pa
         ratio = result["dense_ms"][fastest] / result["ours_ms"]
         assert result["ratio_best"] == pytest.approx(ratio)
         assert result["ratio_float32"] >= result["ratio_best"]
+        assert list(result["ours_by"]) == ["float32", "bfloat16"]
+        assert result["ours_ms"] == min(result["ours_by"].values())
+        assert result["ours_ms"] == result["ours_by"][result["best_ours"]]
+        assert 0 < result["check"]["bfloat16"] < 0.5
+        assert 0 < result["check"]["dense_bfloat16"] < 0.5
         assert result["float32"].startswith("float32")
         assert result["check"]["float64"] < 1e-9
         assert 0 < result["check"]["float32"] < 1e-4
         assert 0 < result["check"]["dense_float32"] < 1e-4
         assert result["layers"] >= 2
         assert result["error"] == ""
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_ours_runs_in_the_precision_that_is_asked_for(
+    precision: str, tiny: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[torch.dtype] = set()
+    made = measure.training_step
+
+    def look(model: nn.Module, x: Any, *args: Any, **more: Any) -> Any:
+        model.register_forward_hook(lambda module, given, output: seen.add(output.dtype))
+        return made(model, x, *args, **more)
+
+    monkeypatch.setattr(measure, "training_step", look)
+    file = tmp_path / "zoo.json"
+    done = zoo("--models", "tiny", "--sparsity", "0.5", "--precision", precision, "--json", file)
+    assert done.exit_code == 0, done.output
+    assert seen == {getattr(torch, precision)}
+    (result,) = json.loads(file.read_text())["results"]
+    assert list(result["ours_by"]) == [result["best_ours"]] == [precision]
+    assert len(result["dense_ms"]) == 4
+    assert (result["check"]["bfloat16"] is None) == (precision == "float32")
+    assert f"in {precision}, best float32" in text(done)
 
 
 @pytest.mark.skipif(not ops.available(), reason="only kernels are recorded")
@@ -122,7 +150,7 @@ def test_a_model_that_fails_is_named_and_the_others_are_measured(tiny: None) -> 
 
 def test_wrong_numbers_are_a_failure(tiny: None, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = measure.Check(1e-3, 1e-3, 1e-7, "head.weight")
-    monkeypatch.setattr(measure, "check", lambda model, x: wrong)
+    monkeypatch.setattr(measure, "check", lambda model, x, precisions: wrong)
     done = zoo("--models", "tiny")
     assert done.exit_code == 1
     assert "DIFFERS from its densified twin" in text(done)
@@ -135,6 +163,10 @@ def test_what_is_rounding() -> None:
     assert not dataclasses.replace(good, float64=1e-6).equal
     assert dataclasses.replace(good, float32=1e-2).equal
     assert not dataclasses.replace(good, float32=0.2).equal
+    half = dataclasses.replace(good, bfloat16=0.3, dense_bfloat16=0.1)
+    assert half.equal
+    assert not dataclasses.replace(half, bfloat16=float("inf")).equal
+    assert not dataclasses.replace(half, dense_bfloat16=0.01).equal
     assert dataclasses.replace(good, float32=0.2, dense_float32=0.04).equal
 
 
@@ -210,7 +242,7 @@ def test_a_step_learns_from_logits_of_any_shape() -> None:
         size = 3 if len(shape) == 1 else 12
         model = nn.Sequential(nn.Linear(5, size), nn.Unflatten(1, shape))
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        step.training_step(model, x, autocast=len(shape) == 1)()
+        step.training_step(model, x, "bfloat16" if len(shape) == 1 else "float32")()
         for old, new in zip(before, model.parameters(), strict=True):
             assert not torch.equal(old, new)
     with pytest.raises(TypeError, match="without logits"):
@@ -223,19 +255,19 @@ def test_dense_is_tried_in_every_precision_and_layout() -> None:
     formats: dict[str, bool] = {}
     seen = step.training_step
 
-    def look(twin: nn.Module, its_x: torch.Tensor, autocast: bool, *, fused: bool) -> Any:
+    def look(twin: nn.Module, its_x: torch.Tensor, precision: str, *, fused: bool) -> Any:
         last = torch.channels_last
-        formats[str(autocast)] = formats.get(str(autocast), False) or (
+        formats[precision] = formats.get(precision, False) or (
             its_x.is_contiguous(memory_format=last)
             and next(twin.parameters()).is_contiguous(memory_format=last)
         )
         assert next(twin.parameters()) is not model[0].weight
-        return seen(twin, its_x, autocast, fused=fused)
+        return seen(twin, its_x, precision, fused=fused)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "training_step", look)
         found = step.dense_steps(model, x, "images", compiled=False, fused=True)
-    assert formats == {"False": True, "True": True}
+    assert formats == {"float32": True, "bfloat16": True}
     assert list(found) == [
         *("float32", "float32 channels-last", "bfloat16", "bfloat16 channels-last")
     ]

@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from rewire.bench.timing import Function, Tick, Timing, interleaved
+from rewire.precision import FLOAT32
 
 OURS, DENSE, CSR = "ours", "dense", "torch.sparse CSR"
 OFF = "engine off"  # ours, layer by layer, where it is timed beside the engine
 LIMIT = "limit"  # what ours cannot be faster than; its variants are parts of it
 FORWARD, TRAINING, INFERENCE, STEP = "forward", "forward+backward", "inference", "training step"
+CHANNELS_LAST = " channels-last"  # what follows the precision of a dense variant
 
 Key = tuple[str, str]  # who, and which of its variants; only the fastest of them counts
 Functions = dict[Key, Function]
@@ -72,9 +74,10 @@ class Result:
         sparsity: share of the weights that is absent in ours.
         batch: number of samples.
         mode: ``"forward"``, ``"forward+backward"``, ``"inference"`` or ``"training step"``.
-        ours_ms: our time.
-        dense_ms: dense PyTorch's in its fastest memory format; None if it was too large to run.
-        dense_format: which memory format that was.
+        ours_ms: our time, in the precision that we are fastest in.
+        dense_ms: dense PyTorch's in the precision and memory format that it is fastest in; None if it was
+            too large to run.
+        best_dense: which variant that was, such as ``"bfloat16 channels-last"``.
         csr_ms: torch.sparse's, where it was timed.
         peers: the times of other libraries that are installed.
         ratio: how many times faster than dense.
@@ -83,6 +86,11 @@ class Result:
         engine: how ours ran: ``"on"`` or ``"off"`` for training steps of models, else None.
         off_ms: our time with the engine off, where both were timed.
         off_ratio: how many times faster than dense that is.
+        float32_ms: dense PyTorch's in float32 in its faster memory format.
+        ratio_float32: how many times faster than that.
+        best_ours: the precision that we are fastest in.
+        ours_by, off_by: our times by precision, with the engine off where both were timed.
+        dense_by: dense PyTorch's by variant.
     """
 
     kind: str
@@ -92,7 +100,7 @@ class Result:
     mode: str
     ours_ms: float
     dense_ms: float | None = None
-    dense_format: str | None = None
+    best_dense: str | None = None
     csr_ms: float | None = None
     peers: dict[str, float] = field(default_factory=dict)
     ratio: float | None = None
@@ -101,6 +109,12 @@ class Result:
     engine: str | None = None
     off_ms: float | None = None
     off_ratio: float | None = None
+    float32_ms: float | None = None
+    ratio_float32: float | None = None
+    best_ours: str = FLOAT32
+    ours_by: dict[str, float] = field(default_factory=dict)
+    off_by: dict[str, float] = field(default_factory=dict)
+    dense_by: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -145,29 +159,35 @@ class Case:
         return results
 
     def _result(self, mode: str, timings: Mapping[Key, Timing]) -> Result:
-        fastest: dict[str, tuple[float, str]] = {}
-        limits: dict[str, float] = {}
+        taken: dict[str, dict[str, float]] = {}
         for (who, variant), timing in timings.items():
-            found = (1e3 * timing.median, variant)
-            if who == LIMIT:
-                limits[variant] = found[0]
-            else:
-                fastest[who] = min(found, fastest.get(who, found))
-        ours, _ = fastest.pop(OURS)
-        dense, dense_format = fastest.pop(DENSE, (None, None))
-        csr, _ = fastest.pop(CSR, (None, None))
-        off, _ = fastest.pop(OFF, (None, None))
+            taken.setdefault(who, {})[variant] = 1e3 * timing.median
+        all_ours, all_dense = taken.pop(OURS), taken.pop(DENSE, {})
+        all_off, limits = taken.pop(OFF, {}), taken.pop(LIMIT, {})
+        ours, dense, off = (_fastest(times) for times in (all_ours, all_dense, all_off))
+        assert ours is not None
+        single = _fastest({v: t for v, t in all_dense.items() if v.startswith(FLOAT32)})
         return Result(
             *(self.kind, self.shape, self.sparsity, self.batch, mode),
             ours_ms=ours,
             dense_ms=dense,
-            dense_format=dense_format,
-            csr_ms=csr,
-            peers={who: milliseconds for who, (milliseconds, _) in fastest.items()},
+            best_dense=min(all_dense, key=all_dense.__getitem__, default=None),
+            csr_ms=_fastest(taken.pop(CSR, {})),
+            peers={who: min(times.values()) for who, times in taken.items()},
             ratio=None if dense is None else dense / ours,
             limits=limits,
             least_ms=least(limits),
             engine=self.engine,
             off_ms=off,
             off_ratio=None if dense is None or off is None else dense / off,
+            float32_ms=single,
+            ratio_float32=None if single is None else single / ours,
+            best_ours=min(all_ours, key=all_ours.__getitem__),
+            ours_by=all_ours,
+            off_by=all_off,
+            dense_by=all_dense,
         )
+
+
+def _fastest(milliseconds: Mapping[str, float]) -> float | None:
+    return min(milliseconds.values(), default=None)

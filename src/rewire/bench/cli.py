@@ -13,7 +13,7 @@ import typer
 
 from rewire.bench import options, shapes_cli
 from rewire.bench.finish import PATIENCE, finish
-from rewire.bench.options import Json, Plot, Quick, Rounds, Threads
+from rewire.bench.options import Json, Plot, Precision, Precisions, Quick, Rounds, Threads
 from rewire.bench.zoo import cli as zoo
 
 if TYPE_CHECKING:
@@ -68,6 +68,7 @@ def layers(
         list[str] | None, options.list_option("SHARE", _MISSING, "0.8 to 0.99")
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Samples, but for inference.")] = 128,
+    precision: Precisions = Precision.BOTH,
     only: Annotated[Part | None, typer.Option(help="Only this part.")] = None,
     rounds: Rounds = None,
     threads: Threads = None,
@@ -81,8 +82,10 @@ def layers(
 
     Linear layers in a chain of four and alone, the convolutions of VGG-16 and ResNet-56, and
     inference of one sample. Chains run on the engine, but for the drop-in chain: SparseLinear and
-    nn.ReLU in an nn.Sequential, as they are. SparseProp and sparselab take part if they are
-    installed. The full set takes tens of minutes and up to 16 GB, most of it for the widest layers.
+    nn.ReLU in an nn.Sequential, as they are. In bfloat16 forward and backward passes run under
+    autocast, and models without gradients are converted. SparseProp and sparselab take part, in
+    float32, if they are installed. The full set takes tens of minutes and up to 16 GB, most of it for
+    the widest layers.
 
     Example: `rewire bench layers --quick --json layers.json --plot layers.png`
     """
@@ -106,6 +109,7 @@ def layers(
         drop_in_widths=widths or bench.DROP_IN_WIDTHS,
         drop_in_sparsities=sparsities
         or (bench.QUICK_DROP_IN_SPARSITIES if quick else bench.DROP_IN_SPARSITIES),
+        precisions=precision.each,
     )
     screen = show.console()
     with timing.threads(threads):
@@ -135,6 +139,7 @@ def step(
         Engine,
         typer.Option(help="Time sparse models with the engine on, off (layer by layer), or both."),
     ] = Engine.ON,
+    precision: Precisions = Precision.BOTH,
     rounds: Rounds = None,
     threads: Threads = None,
     profile: Annotated[
@@ -158,8 +163,10 @@ def step(
     """Whole training steps of models, dense against sparse.
 
     One step is zero_grad, forward, cross entropy, backward and SGD with momentum, on random data.
-    Dense convolutional models run in their faster memory format; sparse models are the same plain
-    torch modules, converted by rewire.sparsify. With the engine off their layers run one by one.
+    Dense models run in float32 and under bfloat16 autocast, convolutional ones in both memory formats;
+    ratios are to the fastest of these, and to the fastest in float32. Sparse models are the same plain
+    torch modules, converted by rewire.sparsify; the faster of their precisions counts. With the engine
+    off their layers run one by one.
 
     Example: `rewire bench step --model vgg16 --sparsity 0.95 --profile`
     """
@@ -181,6 +188,7 @@ def step(
         or (bench.QUICK_SPARSITIES if quick else bench.SPARSITIES),
         batch=batch,
         engines=engine.each,
+        precisions=precision.each,
     )
     screen = show.console()
     with timing.threads(threads):
@@ -190,7 +198,13 @@ def step(
         if profile and whole:
             first = (plan.models[0], plan.sparsities[0])
             steps = rounds or profiling.STEPS
-            found = profiling.where_time_goes(*first, plan.batch, engines=plan.engines, steps=steps)
+            found = profiling.where_time_goes(
+                *first,
+                plan.batch,
+                engines=plan.engines,
+                precisions=plan.precisions,
+                steps=steps,
+            )
             for table in step_show.profile_tables(
                 f"{first[0]}, {100 * first[1]:g} % sparse", found
             ):
@@ -265,12 +279,18 @@ def rewiring(
 
 
 def _memory(screen: Console, plan: Plan, results: Sequence[Result]) -> list[Memory]:
-    """The memory of steps, dense ones in the memory format that was the faster one at first."""
+    """The memory of steps, dense ones in the memory format that was the faster one of their precision."""
     from rewire.bench import memory, step_show
+    from rewire.precision import PRECISIONS
 
-    formats = {result.shape: result.dense_format for result in reversed(results)}
+    faster = {}
+    for result in reversed(results):
+        times = result.dense_by
+        faster[result.shape] = [
+            min((v for v in times if v.startswith(p)), key=times.__getitem__) for p in PRECISIONS
+        ]
     with screen.status("memory") as status:
-        found = memory.measure(plan, [formats[name] for name in plan.models], status.update)
+        found = memory.measure(plan, faster, status.update)
     screen.print(step_show.memory_table(found))
     return found
 

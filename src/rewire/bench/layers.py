@@ -13,8 +13,9 @@ from rewire import SparseLinear, models, ops
 from rewire.bench import workloads
 from rewire.bench.case import FORWARD, INFERENCE, TRAINING, Case, Groups
 from rewire.bench.timing import interleaved
-from rewire.bench.workloads import ConvShape
+from rewire.bench.workloads import ConvShape, How
 from rewire.ops import layout
+from rewire.precision import PRECISIONS
 
 WIDTHS = (512, 1024, 2048, 4096, 8192, 16384)
 SPARSITIES = (0.8, 0.9, 0.95, 0.98, 0.99)
@@ -37,6 +38,7 @@ class Plan:
         max_memory: GB that a dense linear model and its gradients may take; where they would take
             more, ours is timed without it.
         drop_in_widths, drop_in_sparsities: those of the drop-in chains, which belong to the linear part.
+        precisions: which ours runs in; dense runs in all.
     """
 
     widths: tuple[int, ...] = WIDTHS
@@ -47,6 +49,11 @@ class Plan:
     max_memory: float = 8.0
     drop_in_widths: tuple[int, ...] = DROP_IN_WIDTHS
     drop_in_sparsities: tuple[float, ...] = DROP_IN_SPARSITIES
+    precisions: tuple[str, ...] = PRECISIONS
+
+    @property
+    def how(self) -> How:
+        return How(self.batch, self.precisions, self.max_memory)
 
 
 def conv_shapes() -> tuple[ConvShape, ...]:
@@ -89,13 +96,13 @@ def cases(plan: Plan) -> list[Case]:
 def _linear(
     plan: Plan,
     kind: str,
-    build: Callable[[int, float, int, float], Groups],
+    build: Callable[[int, float, How], Groups],
     widths: Sequence[int] | None = None,
     sparsities: Sequence[float] | None = None,
 ) -> Iterator[Case]:
     for width in plan.widths if widths is None else widths:
         for sparsity in plan.sparsities if sparsities is None else sparsities:
-            groups = partial(build, width, sparsity, plan.batch, plan.max_memory)
+            groups = partial(build, width, sparsity, plan.how)
             modes = (TRAINING, FORWARD)
             yield Case(kind, str(width), sparsity, plan.batch, modes, groups)
 
@@ -103,7 +110,7 @@ def _linear(
 def _conv(plan: Plan) -> Iterator[Case]:
     for shape in plan.convs:
         for sparsity in plan.sparsities:
-            groups = partial(workloads.convolution, shape, sparsity, plan.batch)
+            groups = partial(workloads.convolution, shape, sparsity, plan.how)
             modes = (TRAINING, FORWARD)
             yield Case(_kind(shape), str(shape), sparsity, plan.batch, modes, groups)
 
@@ -111,11 +118,11 @@ def _conv(plan: Plan) -> Iterator[Case]:
 def _inference(plan: Plan) -> Iterator[Case]:
     for width in plan.widths:
         for sparsity in plan.sparsities:
-            groups = partial(workloads.linear_inference, width, sparsity, plan.max_memory)
+            groups = partial(workloads.linear_inference, width, sparsity, plan.how)
             yield Case("linear chain", str(width), sparsity, 1, (INFERENCE,), groups)
     for shape in plan.convs:
         for sparsity in plan.sparsities:
-            groups = partial(workloads.conv_inference, shape, sparsity)
+            groups = partial(workloads.conv_inference, shape, sparsity, plan.how)
             yield Case(_kind(shape), str(shape), sparsity, 1, (INFERENCE,), groups)
 
 

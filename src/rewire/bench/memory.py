@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,14 +17,8 @@ from pathlib import Path
 
 import torch
 
-from rewire.bench.step import (
-    CHANNELS_LAST,
-    WORKLOADS,
-    Plan,
-    channels_last,
-    converted,
-    training_step,
-)
+from rewire.bench.step import WORKLOADS, Plan, converted, dense_step, training_step
+from rewire.precision import PRECISIONS
 
 _STEPS = 3  # in the first, the optimizer makes its state
 _STATUS = Path("/proc/self/status")
@@ -39,6 +33,7 @@ class Memory:
         sparsity: share of the weights that is absent; 0 for the dense model.
         batch: images in a batch.
         engine: ``"on"``, ``"off"``, or None for the dense model.
+        precision: ``"float32"`` or ``"bfloat16"``.
         step_mb: the highest resident memory of the process above that before the first step.
         peak_mb: the highest resident memory: with the interpreter, torch, the model and its data.
     """
@@ -47,29 +42,34 @@ class Memory:
     sparsity: float
     batch: int
     engine: str | None
+    precision: str
     step_mb: float
     peak_mb: float
 
 
 def measure(
-    plan: Plan, formats: Sequence[str | None] = (), tick: Callable[[str], None] | None = None
+    plan: Plan,
+    variants: Mapping[str, Sequence[str]] | None = None,
+    tick: Callable[[str], None] | None = None,
 ) -> list[Memory]:
     """The memory of each dense model of a plan, and of the sparse ones, each in a process of its own.
 
     Args:
         plan: what is measured.
-        formats: the memory format of each dense model; contiguous where there is none.
+        variants: precisions and memory formats of each dense model; by default contiguous in both.
         tick: called with what is measured next.
     """
     found = []
-    for index, name in enumerate(plan.models):
-        memory_format = formats[index] if index < len(formats) else None
-        ways = [(0.0, None), *((s, e) for s in plan.sparsities for e in plan.engines)]
-        for sparsity, engine in ways:
+    for name in plan.models:
+        dense = (variants or {}).get(name, PRECISIONS)
+        ways: list[tuple[float, str | None, str]] = [(0.0, None, variant) for variant in dense]
+        ways += [(s, e, p) for s in plan.sparsities for e in plan.engines for p in plan.precisions]
+        for sparsity, engine, variant in ways:
             how = "dense" if engine is None else f"{100 * sparsity:g} % sparse, engine {engine}"
+            how += f", {variant}"
             if tick is not None:
                 tick(f"memory of {name}, {how}")
-            arguments = name, sparsity, plan.batch, engine, memory_format
+            arguments = name, sparsity, plan.batch, engine, variant
             # A process that has trained before has memory to use again.
             with ProcessPoolExecutor(1, get_context("spawn")) as process:
                 future = process.submit(_measured, *arguments, torch.get_num_threads())
@@ -88,25 +88,23 @@ def _measured(
     sparsity: float,
     batch: int,
     engine: str | None,
-    memory_format: str | None,
+    variant: str,
     threads: int,
 ) -> Memory:
     torch.set_num_threads(threads)
     workload = WORKLOADS[name]
     x, y = workload.data(batch)
     if engine is None:
-        model = workload.build()
-        if memory_format == CHANNELS_LAST:
-            model, x = channels_last(model, x)
+        step = dense_step(workload.build(), x, y, variant)
     else:
-        model = converted(workload, sparsity, engine)
-    step = training_step(model, x, y)
+        step = training_step(converted(workload, sparsity, engine), x, y, variant)
     gc.collect()
     before = _forget_peak()
     for _ in range(_STEPS):
         step()
     peak = _peak()
-    return Memory(name, sparsity, batch, engine, 1e-6 * (peak - before), 1e-6 * peak)
+    precision = variant.split()[0]
+    return Memory(name, sparsity, batch, engine, precision, 1e-6 * (peak - before), 1e-6 * peak)
 
 
 def _status(key: str) -> int | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+
+from rewire.precision import BFLOAT16, FLOAT32
 
 T = TypeVar("T", int, float, str)
 
@@ -78,6 +81,27 @@ def list_option(metavar: str, help: str, default: str) -> Any:
     )
 
 
+class Precision(str, Enum):
+    """In which precision ours runs; dense always runs in both."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    BOTH = "both"
+
+    @property
+    def each(self) -> tuple[str, ...]:
+        """One after the other."""
+        return (FLOAT32, BFLOAT16) if self is Precision.BOTH else (self.value,)
+
+
+Precisions = Annotated[
+    Precision,
+    typer.Option(
+        "--precision",
+        help="Precision of ours: float32, bfloat16 (under autocast), or both; the faster one counts. "
+        "Dense always runs in both.",
+    ),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="A small subset, in about 20 seconds.")]
 Rounds = Annotated[
     int | None,

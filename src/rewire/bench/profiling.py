@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from rewire.bench.step import WORKLOADS, converted, phases
 from rewire.bench.timing import Function, no_collections
 from rewire.engine.planned import _Pass
+from rewire.precision import FLOAT32
 
 FORWARD, BACKWARD = "forward", "backward"
 STEPS = 30  # of each kind
@@ -55,16 +56,18 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Profile:
-    """Where the time of a step goes with the engine on or off.
+    """Where the time of a step goes with the engine on or off, in one precision.
 
     Attributes:
         engine: ``"on"`` or ``"off"``.
+        precision: ``"float32"`` or ``"bfloat16"``.
         step_ms: the whole step.
         kinds: all of it by kind; shares sum to 1.
         kernels: the kernels that take most, slowest first.
     """
 
     engine: str
+    precision: str
     step_ms: float
     kinds: list[Kind]
     kernels: list[Kernel]
@@ -76,13 +79,18 @@ def where_time_goes(
     batch: int = 128,
     *,
     engines: Sequence[str] = ("on",),
+    precisions: Sequence[str] = (FLOAT32,),
     steps: int = STEPS,
     top: int = 12,
 ) -> list[Profile]:
-    """The profile of a model's training step with the engine on, off or both, in turns."""
+    """Profiles of a model's training step with the engine on, off or both, in each precision, in turns."""
     workload = WORKLOADS[name]
     data = workload.data(batch)
-    runs = {e: _Steps(phases(converted(workload, sparsity, e), *data)) for e in engines}
+    runs = {
+        (engine, precision): _Steps(phases(converted(workload, sparsity, engine), *data, precision))
+        for engine in engines
+        for precision in precisions
+    }
     start = time.perf_counter()
     with no_collections():
         for done in range(steps):
@@ -90,7 +98,7 @@ def where_time_goes(
                 break
             for run in runs.values():
                 run.take()
-    return [run.profile(engine, top) for engine, run in runs.items()]
+    return [run.profile(*how, top) for how, run in runs.items()]
 
 
 class _Clock:
@@ -167,7 +175,7 @@ class _Steps:
             _seconds(self.parts, each)
         self.kernels.append(each)
 
-    def profile(self, engine: str, top: int) -> Profile:
+    def profile(self, engine: str, precision: str, top: int) -> Profile:
         taken, shares = _medians(self.phases), _medians(self.native)
         more = _torch_operators(self.parts)
         native, operators, left = {}, {}, {}
@@ -188,6 +196,7 @@ class _Steps:
         }
         return Profile(
             engine=engine,
+            precision=precision,
             step_ms=1e3 * total,
             kinds=[Kind(kind, 1e3 * s, s / total) for kind, s in kinds.items()],
             kernels=_slowest(self.kernels)[:top],

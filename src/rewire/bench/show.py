@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rewire.bench.case import CSR, OFF, STEP, Result
+from rewire.precision import BFLOAT16, FLOAT32, PRECISIONS
 
 _CONVS = "3x3 convolutions of VGG-16, ResNet-56"
 # What the shapes of a kind are, and the title of its table; kinds of one title share it.
@@ -34,7 +35,7 @@ def console() -> Console:
     return (
         made
         if made.is_terminal
-        else Console(highlight=False, markup=False, width=max(made.width, 120))
+        else Console(highlight=False, markup=False, width=max(made.width, 160))
     )
 
 
@@ -110,12 +111,15 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     table.add_column(what, no_wrap=True)
     bounded = any(result.least_ms is not None for result in results)
     both = any(result.off_ms is not None for result in results)
-    names = ["sparsity", *_ours(results), "dense", *_speed_ups(both)]
-    for name in (*names, *(["limit"] if bounded else []), *others):
-        table.add_column(name, justify="right", no_wrap=True)
+    ours = _ours(results)
+    names = ["sparsity", *ours, *(["best"] if len(ours) > 1 else []), "dense", "which is"]
+    names += _speed_ups(both)
+    for name in (*names, *(["limit fp32"] if bounded else []), *others):
+        table.add_column(name, justify="right", no_wrap=name != "which is")
+    table.caption = "dense: in the precision and memory format it is fastest in"
     if what == "convolution":
-        table.caption = "a x h x w: four with ReLU; a->b x h x w: one"
-        table.caption_justify = "left"
+        table.caption = f"a x h x w: four with ReLU; a->b x h x w: one; {table.caption}"
+    table.caption_justify = "left"
     last = ""
     for result in results:
         if last and result.shape != last:
@@ -124,31 +128,51 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
         table.add_row(
             "" if result.shape == last else result.shape,
             percent(result.sparsity),
-            ms(result.ours_ms),
-            *(["" if result.off_ms is None else ms(result.off_ms)] if both else []),
+            *(_known(getattr(result, which).get(precision)) for which, precision in ours.values()),
+            *([short(result.best_ours)] if len(ours) > 1 else []),
             "does not fit" if result.dense_ms is None else ms(result.dense_ms),
+            short(result.best_dense or ""),
             highlighted(result.ratio),
             *([highlighted(result.off_ratio)] if both else []),
+            highlighted(result.ratio_float32),
             *([times(_allowed(result))] if bounded else []),
             *(_compared(beside[name], result.ours_ms) if name in beside else "" for name in others),
         )
         last = result.shape
     if len({result.shape for result in results}) > 1:
         table.add_section()
-        for row in _means(results, others, bounded, both):
+        for row in _means(results, others, bounded, both, len(ours)):
             table.add_row(*row)
     return table
 
 
-def _ours(results: Sequence[Result]) -> list[str]:
-    """The headings of our times."""
-    if any(result.off_ms is not None for result in results):
-        return ["engine on", OFF]
-    return [OFF if results[0].engine == "off" else "ours"]
+def _ours(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
+    """The columns of our times: their headings, and the attribute and the precision that they show."""
+    both = any(result.off_ms is not None for result in results)
+    alone = OFF if results[0].engine == "off" else "ours"
+    found: dict[str, tuple[str, str]] = {}
+    for heading, which in (("engine on" if both else alone, "ours_by"), (OFF, "off_by")):
+        for precision in PRECISIONS:
+            if any(precision in getattr(result, which) for result in results):
+                found[f"{heading} {short(precision)}"] = (which, precision)
+    return found
+
+
+def _known(milliseconds: float | None) -> str:
+    return "" if milliseconds is None else ms(milliseconds)
 
 
 def _speed_ups(both: bool) -> list[str]:
-    return ["speed-up on", "speed-up off"] if both else ["speed-up"]
+    return [*(["speed-up on", "speed-up off"] if both else ["speed-up"]), "vs fp32"]
+
+
+def short(variant: str) -> str:
+    """A precision, and maybe a memory format, in few letters.
+
+    >>> short("bfloat16 channels-last")
+    'bf16 channels-last'
+    """
+    return variant.replace(BFLOAT16, "bf16").replace(FLOAT32, "fp32")
 
 
 def _allowed(result: Result) -> float | None:
@@ -159,16 +183,20 @@ def _allowed(result: Result) -> float | None:
 
 
 def _means(
-    results: Sequence[Result], others: Sequence[str], bounded: bool, both: bool
+    results: Sequence[Result], others: Sequence[str], bounded: bool, both: bool, columns: int
 ) -> Iterable[tuple[str | Text, ...]]:
-    """For each sparsity the geometric mean over the shapes, of the ratio to each of the others."""
+    """For each sparsity the geometric mean over the shapes, of the ratio to each of the others; our times
+    fill so many columns."""
     for index, sparsity in enumerate(dict.fromkeys(result.sparsity for result in results)):
         mine = [result for result in results if result.sparsity == sparsity]
         dense = geometric_mean([result.ratio for result in mine if result.ratio is not None])
-        cells: list[str | Text] = ["", "", *([""] if both else []), highlighted(dense)]
+        single = [result.ratio_float32 for result in mine if result.ratio_float32 is not None]
+        empty = columns + (columns > 1) + 2
+        cells: list[str | Text] = [*[""] * empty, highlighted(dense)]
         if both:
             off = [result.off_ratio for result in mine if result.off_ratio is not None]
             cells.append(highlighted(geometric_mean(off)))
+        cells.append(highlighted(geometric_mean(single)))
         if bounded:
             allowed = [ratio for result in mine if (ratio := _allowed(result)) is not None]
             cells.append(times(geometric_mean(allowed)))

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 
 import rewire
 from rewire import models
-from rewire.bench.case import DENSE, OFF, OURS, STEP, Case, Functions, Groups
+from rewire.bench.case import CHANNELS_LAST, DENSE, OFF, OURS, STEP, Case, Functions, Groups
 from rewire.bench.timing import Function
 from rewire.engine import use_engine
+from rewire.precision import FLOAT32, PRECISIONS, autocast
 
 SPARSITIES = (0.9, 0.95, 0.98)
 QUICK_MODELS, QUICK_SPARSITIES = ("vgg16", "mlp"), (0.95,)
 _TOKENS = 128  # of a sequence
-CHANNELS_LAST = "channels_last"
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,14 @@ class Plan:
         sparsities: shares of the weights that are absent.
         batch: images in a batch.
         engines: how ours runs: ``"on"``, ``"off"`` (layer by layer), or first one and then the other.
+        precisions: which ours runs in; dense runs in all.
     """
 
     models: tuple[str, ...] = field(default_factory=lambda: tuple(WORKLOADS))
     sparsities: tuple[float, ...] = SPARSITIES
     batch: int = 128
     engines: tuple[str, ...] = ("on",)
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 def cases(plan: Plan) -> list[Case]:
@@ -80,21 +82,35 @@ def cases(plan: Plan) -> list[Case]:
         Case("model", name, sparsity, plan.batch, (STEP,), groups, plan.engines[0])
         for name in plan.models
         for sparsity in plan.sparsities
-        for groups in [partial(_groups, WORKLOADS[name], sparsity, plan.batch, plan.engines)]
+        for groups in [partial(_groups, WORKLOADS[name], sparsity, plan)]
     ]
 
 
-def _groups(workload: Workload, sparsity: float, batch: int, engines: tuple[str, ...]) -> Groups:
-    x, y = workload.data(batch)
+def _groups(workload: Workload, sparsity: float, plan: Plan) -> Groups:
+    x, y = workload.data(plan.batch)
     functions: Functions = {
-        (who, ""): training_step(converted(workload, sparsity, engine), x, y)
-        for who, engine in zip((OURS, OFF), engines, strict=False)
+        (who, precision): training_step(converted(workload, sparsity, engine), x, y, precision)
+        for who, engine in zip((OURS, OFF), plan.engines, strict=False)
+        for precision in plan.precisions
     }
     model = workload.build()
-    functions[DENSE, "contiguous"] = training_step(model, x, y)
-    if workload.convolutional:
-        functions[DENSE, CHANNELS_LAST] = training_step(*channels_last(copy.deepcopy(model), x), y)
+    for variant in dense_variants(workload.convolutional):
+        functions[DENSE, variant] = dense_step(copy.deepcopy(model), x, y, variant)
     yield STEP, functions
+
+
+def dense_variants(convolutional: bool) -> list[str]:
+    """Names of all that a dense model is tried in: each precision, contiguous and channels-last."""
+    formats = ("", CHANNELS_LAST) if convolutional else ("",)
+    return [precision + how for precision in PRECISIONS for how in formats]
+
+
+def dense_step(model: nn.Module, x: Tensor, y: Tensor, variant: str) -> Function:
+    """A training step of a dense model in one of these; the model is changed in place."""
+    precision = variant.removesuffix(CHANNELS_LAST)
+    if precision != variant:
+        model, x = channels_last(model, x)
+    return training_step(model, x, y, precision)
 
 
 def converted(workload: Workload, sparsity: float, engine: str) -> nn.Module:
@@ -112,17 +128,19 @@ def channels_last(model: nn.Module, x: Tensor) -> tuple[nn.Module, Tensor]:
     return model.to(**last), x.to(**last)
 
 
-def phases(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Function]:
+def phases(model: nn.Module, x: Tensor, y: Tensor, precision: str = FLOAT32) -> dict[str, Function]:
     """The parts of a training step by name, to be called in this order."""
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=1e-4, foreach=True)
     handed_on: list[Tensor] = []  # from one part to the next, which lets go of it
 
     def forward() -> None:
-        handed_on.append(model(x))
+        with autocast(precision):
+            handed_on.append(model(x))
 
     def loss() -> None:
         logits = handed_on.pop()
-        handed_on.append(F.cross_entropy(logits.flatten(0, -2), y.flatten()))
+        with autocast(precision):
+            handed_on.append(F.cross_entropy(logits.flatten(0, -2), y.flatten()))
 
     return {
         "zero_grad": optimizer.zero_grad,
@@ -133,9 +151,9 @@ def phases(model: nn.Module, x: Tensor, y: Tensor) -> dict[str, Function]:
     }
 
 
-def training_step(model: nn.Module, x: Tensor, y: Tensor) -> Function:
+def training_step(model: nn.Module, x: Tensor, y: Tensor, precision: str = FLOAT32) -> Function:
     """A whole training step."""
-    parts = tuple(phases(model, x, y).values())
+    parts = tuple(phases(model, x, y, precision).values())
 
     def run() -> None:
         for part in parts:

@@ -9,14 +9,16 @@ from rich.table import Table
 
 from rewire.bench.memory import Memory
 from rewire.bench.profiling import Profile
-from rewire.bench.show import ms
+from rewire.bench.show import ms, short
 
 
 def profile_tables(what: str, found: Sequence[Profile]) -> Iterable[Table]:
-    """Where the time of a step goes by kind, engine on and off side by side, and the slowest kernels."""
+    """Where the time goes by kind, engines and precisions side by side, and the slowest kernels of each."""
     table = _table(f"Where the time of our step goes: {what}", "kind")
     for one in found:
-        table.add_column(f"engine {one.engine}", justify="right", no_wrap=True)
+        table.add_column(
+            f"engine {one.engine}, {short(one.precision)}", justify="right", no_wrap=True
+        )
         table.add_column("share", justify="right", no_wrap=True)
     # The two differ in the name of one kind.
     for row in zip(*(one.kinds for one in found), strict=True):
@@ -28,7 +30,9 @@ def profile_tables(what: str, found: Sequence[Profile]) -> Iterable[Table]:
     table.add_row("step", *(cell for one in found for cell in (ms(one.step_ms), _share(1.0))))
     yield table
     for one in found:
-        table = _table(f"Kernels that take most, engine {one.engine}: {what}", "kernel")
+        table = _table(
+            f"Kernels that take most, engine {one.engine}, {one.precision}: {what}", "kernel"
+        )
         table.add_column("pass", no_wrap=True)
         for name in ("calls", "time", "share"):
             table.add_column(name, justify="right", no_wrap=True)
@@ -40,20 +44,28 @@ def profile_tables(what: str, found: Sequence[Profile]) -> Iterable[Table]:
 
 
 def memory_table(found: Sequence[Memory]) -> Table:
-    """Megabytes of a step, dense and sparse."""
-    engines = [e for e in dict.fromkeys(one.engine for one in found) if e is not None]
+    """Megabytes of a step, dense and sparse, in each precision."""
+    ways = list(dict.fromkeys((one.engine, one.precision) for one in found))
+    ours, dense = (
+        [way for way in ways if (way[0] is None) is is_dense] for is_dense in (False, True)
+    )
     table = _table("Memory of a training step, beside model and data", "model")
-    for name in ("sparsity", *(f"engine {engine}" for engine in engines), "dense"):
+    names = [f"engine {engine}, {short(precision)}" for engine, precision in ours]
+    names += [f"dense, {short(precision)}" for _, precision in dense]
+    for name in ("sparsity", *names):
         table.add_column(name, justify="right", no_wrap=True)
     last = ""
     for model, sparsity in dict.fromkeys((m.model, m.sparsity) for m in found if m.engine):
         if last and model != last:
             table.add_section()
-        mine = {m.engine: m for m in found if m.model == model and m.sparsity == sparsity}
-        (dense,) = (m for m in found if m.model == model and m.engine is None)
-        sizes = (f"{mine[engine].step_mb:,.0f} MB" for engine in engines)
+        mine = {
+            (m.engine, m.precision): m
+            for m in found
+            if m.model == model and m.sparsity in (sparsity, 0.0)
+        }
+        sizes = (f"{mine[way].step_mb:,.0f} MB" for way in (*ours, *dense))
         name = "" if model == last else model
-        table.add_row(name, f"{100 * sparsity:g} %", *sizes, f"{dense.step_mb:,.0f} MB")
+        table.add_row(name, f"{100 * sparsity:g} %", *sizes)
         last = model
     return table
 

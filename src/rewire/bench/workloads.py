@@ -6,8 +6,9 @@
 - A single *linear layer* has row-major input, output and gradients, so that ours has to turn them.
 - A single *convolution* is one that changes the channels or the size of the image.
 
-Backward computes all gradients, the input's too. Whoever can take the weights of our layers has them,
-and must agree with ours before anything is timed.
+Backward computes all gradients, the input's too. Dense layers run in float32 and in bfloat16, and so do
+ours where that is asked for: for training under autocast, without gradients as a model in bfloat16.
+Whoever can take the weights of our layers has them, and must agree with ours before anything is timed.
 """
 
 from __future__ import annotations
@@ -23,10 +24,21 @@ from torch import Tensor, nn
 import rewire
 from rewire import SparseConv2d, SparseLinear
 from rewire.bench import limits, peers
-from rewire.bench.case import CSR, DENSE, FORWARD, INFERENCE, OURS, TRAINING, Functions, Groups
+from rewire.bench.case import (
+    CHANNELS_LAST,
+    CSR,
+    DENSE,
+    FORWARD,
+    INFERENCE,
+    OURS,
+    TRAINING,
+    Functions,
+    Groups,
+)
 from rewire.bench.timing import Function
 from rewire.engine import use_engine
 from rewire.ops import layout
+from rewire.precision import BFLOAT16, FLOAT32, PRECISIONS, autocast
 
 LAYERS = 4  # of a chain
 
@@ -53,54 +65,69 @@ class ConvShape:
         return f"{channels}x{self.image}x{self.image}{stride}"
 
 
-def linear_chain(width: int, sparsity: float, batch: int, limit: float) -> Groups:
+@dataclass(frozen=True)
+class How:
+    """How workloads run.
+
+    Attributes:
+        batch: samples, but for inference, which has one.
+        precisions: which ours runs in.
+        limit: GB that a dense linear model may take.
+    """
+
+    batch: int = 128
+    precisions: tuple[str, ...] = PRECISIONS
+    limit: float = 8.0
+
+
+def linear_chain(width: int, sparsity: float, how: How) -> Groups:
     """Four linear layers, forward and backward, and forward alone also against CSR."""
     ours = _linears(width, LAYERS, sparsity)
     use_engine(ours, True)
-    x = torch.randn(batch, width)
+    x = torch.randn(how.batch, width)
     turned = layout.to_batch_last(x)
     csr = _csr_chain(ours)
-    training: Functions = {(OURS, ""): _training(ours, x), **_limits(ours, x)}
-    forward: Functions = {(OURS, ""): _forward(ours, x), (CSR, ""): _forward(csr, turned)}
+    training: Functions = {**_all_training(OURS, ours, x, how.precisions), **_limits(ours, x)}
+    forward = _all_forward(OURS, ours, x, how.precisions) | {(CSR, ""): _forward(csr, turned)}
     _check("torch.sparse", csr, turned, like=ours)
-    if (dense := _dense(ours, limit, gradients=True)) is not None:
+    if (dense := _dense(ours, how.limit, gradients=True)) is not None:
         _check("dense", dense, x, like=ours)
-        training[DENSE, "contiguous"] = _training(dense, x)
-        forward[DENSE, "contiguous"] = _forward(dense, x)
+        training |= _all_training(DENSE, dense, x)
+        forward |= _all_forward(DENSE, dense, x)
     yield TRAINING, training
     yield FORWARD, forward
 
 
-def drop_in_chain(width: int, sparsity: float, batch: int, limit: float) -> Groups:
+def drop_in_chain(width: int, sparsity: float, how: How) -> Groups:
     """Four linear layers in place of dense ones in an ``nn.Sequential``: nothing is converted."""
     ours = _linears(width, LAYERS, sparsity)
-    x = torch.randn(batch, width)
-    training: Functions = {(OURS, ""): _training(ours, x)}
-    forward: Functions = {(OURS, ""): _forward(ours, x)}
-    if (dense := _dense(ours, limit, gradients=True)) is not None:
+    x = torch.randn(how.batch, width)
+    training = _all_training(OURS, ours, x, how.precisions)
+    forward = _all_forward(OURS, ours, x, how.precisions)
+    if (dense := _dense(ours, how.limit, gradients=True)) is not None:
         _check("dense", dense, x, like=ours)
-        training[DENSE, "contiguous"] = _training(dense, x)
-        forward[DENSE, "contiguous"] = _forward(dense, x)
+        training |= _all_training(DENSE, dense, x)
+        forward |= _all_forward(DENSE, dense, x)
     yield TRAINING, training
     yield FORWARD, forward
 
 
-def linear_layer(width: int, sparsity: float, batch: int, limit: float) -> Groups:
+def linear_layer(width: int, sparsity: float, how: How) -> Groups:
     """One linear layer, row-major in and out, also against peers and CSR."""
     model = _linears(width, 1, sparsity)
     layer = model[0]
     assert isinstance(layer, SparseLinear)
     ours = _RowMajor(model)
-    x = torch.randn(batch, width)
-    training: Functions = {(OURS, ""): _training(ours, x), **_limits(model, x)}
-    forward: Functions = {(OURS, ""): _forward(ours, x)}
+    x = torch.randn(how.batch, width)
+    training: Functions = {**_all_training(OURS, ours, x, how.precisions), **_limits(model, x)}
+    forward = _all_forward(OURS, ours, x, how.precisions)
     for name, csr in _csr_layers(layer).items():
         _check("torch.sparse", csr, x, like=ours)
         forward[CSR, name] = _forward(csr, x)
-    if (dense := _dense(model, limit, gradients=True)) is not None:
+    if (dense := _dense(model, how.limit, gradients=True)) is not None:
         _check("dense", dense, x, like=ours)
-        training[DENSE, "contiguous"] = _training(dense, x)
-        forward[DENSE, "contiguous"] = _forward(dense, x)
+        training |= _all_training(DENSE, dense, x)
+        forward |= _all_forward(DENSE, dense, x)
         for peer, variants in peers.linear(layer).items():  # they start from a dense weight
             for name, _, module in variants:
                 training[peer, name] = _training(_RowMajor(module), x)
@@ -108,15 +135,15 @@ def linear_layer(width: int, sparsity: float, batch: int, limit: float) -> Group
     yield FORWARD, forward
 
 
-def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
+def convolution(shape: ConvShape, sparsity: float, how: How) -> Groups:
     """Four convolutions, or one that cannot be chained, also against peers."""
     ours = _convs(shape, sparsity)
-    x = torch.randn(batch, shape.n_in, shape.image, shape.image)
+    x = torch.randn(how.batch, shape.n_in, shape.image, shape.image)
     turned = layout.to_batch_last(x)
     dense = _dense_formats(ours, x)
-    training: Functions = {(OURS, ""): _training(ours, x), **_limits(ours, x)}
+    training: Functions = {**_all_training(OURS, ours, x, how.precisions), **_limits(ours, x)}
     for name, (model, its_x) in dense.items():
-        training[DENSE, name] = _training(model, its_x)
+        training |= _all_training(DENSE, model, its_x, name=name)
     layers = [module for module in ours if isinstance(module, SparseConv2d)]
     for peer, variants in peers.convs(layers, rectify=len(ours) > 1).items():
         for name, batch_last, module in variants:
@@ -124,32 +151,34 @@ def convolution(shape: ConvShape, sparsity: float, batch: int) -> Groups:
             if _agrees(module, its_x, like=ours):  # one of them is wrong for odd batch sizes
                 training[peer, name] = _training(module, its_x)
     yield TRAINING, training
-    forward: Functions = {(OURS, ""): _forward(ours, x)}
-    forward |= {(DENSE, name): _forward(*it) for name, it in dense.items()}
+    forward = _all_forward(OURS, ours, x, how.precisions)
+    for name, (model, its_x) in dense.items():
+        forward |= _all_forward(DENSE, model, its_x, name=name)
     yield FORWARD, forward
 
 
-def linear_inference(width: int, sparsity: float, limit: float) -> Groups:
+def linear_inference(width: int, sparsity: float, how: How) -> Groups:
     """One sample through four linear layers."""
     ours = _linears(width, LAYERS, sparsity)
     use_engine(ours, True)
     x = torch.randn(1, width)
-    functions: Functions = {(OURS, ""): _forward(ours, x)}
+    functions = _all_forward(OURS, ours, x, how.precisions)
     for name, csr in (("matrix", _csr_chain(ours)), ("vector", _csr_chain_of_vectors(ours))):
         _check("torch.sparse", csr, x, like=ours)
         functions[CSR, name] = _forward(csr, x)
-    if (dense := _dense(ours, limit, gradients=False)) is not None:
+    if (dense := _dense(ours, how.limit, gradients=False)) is not None:
         _check("dense", dense, x, like=ours)
-        functions[DENSE, "contiguous"] = _forward(dense, x)
+        functions |= _all_forward(DENSE, dense, x)
     yield INFERENCE, functions
 
 
-def conv_inference(shape: ConvShape, sparsity: float) -> Groups:
+def conv_inference(shape: ConvShape, sparsity: float, how: How) -> Groups:
     """One sample through four convolutions, or through one that cannot be chained."""
     ours = _convs(shape, sparsity)
     x = torch.randn(1, shape.n_in, shape.image, shape.image)
-    functions: Functions = {(OURS, ""): _forward(ours, x)}
-    functions |= {(DENSE, name): _forward(*it) for name, it in _dense_formats(ours, x).items()}
+    functions = _all_forward(OURS, ours, x, how.precisions)
+    for name, (model, its_x) in _dense_formats(ours, x).items():
+        functions |= _all_forward(DENSE, model, its_x, name=name)
     yield INFERENCE, functions
 
 
@@ -182,7 +211,8 @@ def _convs(shape: ConvShape, sparsity: float) -> nn.Sequential:
 def _dense(ours: nn.Sequential, limit: float, gradients: bool) -> nn.Sequential | None:
     """The dense model with the same weights; None if it takes more than ``limit`` GB."""
     weights = sum(m.n_in * m.n_out for m in ours if isinstance(m, rewire.SparseLayer))
-    if 4e-9 * weights * (2 if gradients else 1) > limit:
+    # Weights, their gradients, and both of them or the weights once more in bfloat16.
+    if 1e-9 * weights * (12 if gradients else 6) > limit:
         return None
     return _same_weights(ours)
 
@@ -198,8 +228,8 @@ def _dense_formats(ours: nn.Sequential, x: Tensor) -> dict[str, tuple[nn.Sequent
     _check("dense", dense, x, like=ours)
     last = copy.deepcopy(dense).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return {
-        "contiguous": (dense, x),
-        "channels_last": (last, x.to(memory_format=torch.channels_last)),
+        "": (dense, x),
+        CHANNELS_LAST: (last, x.to(memory_format=torch.channels_last)),
     }
 
 
@@ -270,6 +300,27 @@ def _csr_layers(layer: SparseLinear) -> dict[str, Model]:
 # What is timed ------------------------------------------------------------------------------------
 
 
+def _all_training(
+    who: str, model: nn.Module, x: Tensor, precisions: Iterable[str] = PRECISIONS, name: str = ""
+) -> Functions:
+    """Forward and backward in each precision."""
+    return {(who, p + name): _training(model, x, p) for p in precisions}
+
+
+def _all_forward(
+    who: str, model: nn.Module, x: Tensor, precisions: Iterable[str] = PRECISIONS, name: str = ""
+) -> Functions:
+    """Forward in each precision, in bfloat16 of a copy of the model in it: nothing is converted again."""
+    found: Functions = {}
+    for precision in precisions:
+        if precision == BFLOAT16:
+            half = copy.deepcopy(model).to(torch.bfloat16)
+            found[who, precision + name] = _forward(half, x.to(torch.bfloat16))
+        else:
+            found[who, precision + name] = _forward(model, x)
+    return found
+
+
 def _forward(model: Model, x: Tensor) -> Function:
     def run() -> None:
         with torch.no_grad():
@@ -278,16 +329,19 @@ def _forward(model: Model, x: Tensor) -> Function:
     return run
 
 
-def _training(model: nn.Module, x: Tensor) -> Function:
+def _training(model: nn.Module, x: Tensor, precision: str = FLOAT32) -> Function:
     """Forward and backward, from a gradient in the memory format of the output."""
     x = x.detach().requires_grad_()
     leaves = [x, *model.parameters()]
-    gradient = torch.randn_like(model(x).detach())
+    with autocast(precision):
+        gradient = torch.randn_like(model(x).detach())
 
     def run() -> None:
         for leaf in leaves:
             leaf.grad = None
-        model(x).backward(gradient)
+        with autocast(precision):
+            y = model(x)
+        y.backward(gradient)
 
     return run
 

@@ -70,13 +70,15 @@ def costs(view: View, groups: Sequence[Group], namer: Namer, name: str) -> tuple
 
 
 def faster(group: Group, groups: Sequence[Group]) -> float:
-    """How many times as many images per second as the dense run of the same model; nan without one."""
+    """How many times as many images per second as the dense run of the same model, in any precision the
+    fastest; nan without one."""
     dense = [
         other.speed
         for other in groups
         if other.config["method"] == "dense" and _same(other.config, group.config)
     ]
-    return group.speed / dense[0] if dense and dense[0] > 0 else math.nan
+    fastest = max((speed for speed in dense if speed > 0), default=math.nan)
+    return group.speed / fastest
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:

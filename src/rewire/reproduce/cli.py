@@ -29,6 +29,13 @@ class EngineName(str, Enum):
     RAY = "ray"
 
 
+class Precision(str, Enum):
+    """In which precision runs compute."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+
+
 def reproduce(
     what: Annotated[str, typer.Argument(metavar="WHAT", help="One of the experiments below.")],
     scale: Annotated[
@@ -59,6 +66,13 @@ def reproduce(
             rich_help_panel=_WHAT,
         ),
     ] = False,
+    precision: Annotated[
+        Precision,
+        typer.Option(
+            help="In which runs compute, as for rewire train: float32, or bfloat16 under autocast.",
+            rich_help_panel=_WHAT,
+        ),
+    ] = Precision.FLOAT32,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only list what would run.", rich_help_panel=_WHAT)
     ] = False,
@@ -134,28 +148,33 @@ def reproduce(
         )
     if not 0 < scale < float("inf"):
         raise typer.BadParameter(f"must be a number above 0, got {scale}", param_hint="--scale")
+    if what in measured.MEASURED and precision is not Precision.FLOAT32:
+        raise typer.BadParameter(f"{what} trains nothing; leave it out", param_hint="--precision")
     words = tuple(w.strip() for part in only or () for w in part.split(",") if w.strip())
     parts = [what, *(["digits"] if digits else []), *([f"scale{scale:g}"] if scale != 1 else [])]
+    parts += [precision.value] if precision is not Precision.FLOAT32 else []
     path = Path("sweeps", "-".join(parts)) if out is None else out
     given = {
         "--scale": None if scale == 1 else f"{scale:g}",
         "--seeds": None if seeds == 3 else str(seeds),
         "--only": ",".join(words) or None,
         "--digits": "" if digits else None,
+        "--precision": None if precision is Precision.FLOAT32 else precision.value,
         "--out": None if out is None else str(out),
         "--root": None if root is None else str(root),
         "--workers": None if workers is None else str(workers),
         "--threads": None if threads == 1 else str(threads),
         "--engine": None if engine is EngineName.LOCAL else engine.value,
     }
-    about = About(what, _command(what, given), scale, seeds, digits, words)
+    command = _command(what, given)
+    about = About(what, command, scale, seeds, digits, words, precision.value)
     sweep = Sweep(path, about, shares=out is None)
     try:
         if what in measured.MEASURED:
             measured.measure(sweep, threads, dry_run=dry_run)
             return
         experiment = EXPERIMENTS[what]
-        every = experiment.runs(scale=scale, seeds=seeds, digits=digits)
+        every = experiment.runs(scale=scale, seeds=seeds, digits=digits, precision=precision.value)
         runs = choose(every, words)
         if dry_run:
             _list(sweep, runs, every)

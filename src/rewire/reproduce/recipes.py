@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from rewire.precision import FLOAT32
 from rewire.reproduce.run import LOTTERY, Run
 
 SPARSITIES = (0.9, 0.95, 0.98)
@@ -171,13 +172,21 @@ class Experiment:
     rows: tuple[str, ...]
     columns: str
 
-    def runs(self, *, scale: float = 1.0, seeds: int = 3, digits: bool = False) -> list[Run]:
+    def runs(
+        self,
+        *,
+        scale: float = 1.0,
+        seeds: int = 3,
+        digits: bool = False,
+        precision: str = FLOAT32,
+    ) -> list[Run]:
         """All runs, seed by seed.
 
         Args:
             scale: multiplies the schedule, see ``rewire train --scale``.
             seeds: how often each is repeated.
             digits: on the packaged digits instead of the paper's data.
+            precision: see ``rewire train --precision``.
 
         Example:
             >>> runs = EXPERIMENTS["extended"].runs(seeds=1)
@@ -185,8 +194,9 @@ class Experiment:
             (9, 'cifar100-resnet56-gse-0.98-300epochs-seed0', 1.5)
         """
         drafts = list(self.recipe(Place(digits)))
+        more = {"scale": scale, "precision": precision}
         return [
-            Run(settings | {"scale": scale, "seed": seed}, sparsities)
+            Run(settings | more | {"seed": seed}, sparsities)
             for seed in range(seeds)
             for settings, sparsities in drafts
         ]

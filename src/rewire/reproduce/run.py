@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from rewire.precision import FLOAT32
+
 if TYPE_CHECKING:
     from rewire.training.config import Config
 
@@ -74,6 +76,8 @@ class Run:
                 parts += facets[name]
         if get("extend", 1) != 1:
             parts.append(f"{facets['epochs'][0]}epochs")
+        if get("precision", FLOAT32) != FLOAT32:
+            parts.append(self.settings["precision"])
         return "-".join([*parts, *facets["seed"]])
 
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from rewire import files
+from rewire.precision import FLOAT32
 from rewire.reproduce.engines import Engine
 from rewire.reproduce.run import Run
 from rewire.reproduce.show import Show
@@ -37,6 +38,7 @@ class About:
         seeds: how many.
         digits: whether it ran on the packaged digits instead of the paper's data.
         only: what was chosen of it.
+        precision: of all runs.
     """
 
     experiment: str
@@ -45,6 +47,7 @@ class About:
     seeds: int
     digits: bool = False
     only: tuple[str, ...] = ()
+    precision: str = FLOAT32
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Sweep:
         files.sweep(self.path)
         file = self.path / FILE
         if file.exists():
-            found = toml.read(file)
-            for name in ("experiment", "scale", "digits"):
+            found = configs.BEFORE | toml.read(file)
+            for name in ("experiment", "scale", "digits", "precision"):
                 here, there = getattr(self.about, name), found.get(name)
                 if here != there:
                     raise RunError(

@@ -173,6 +173,14 @@ def train(
     label_smoothing: Annotated[
         float | None, _option("Of the loss.", _OPTIMIZER, "0; imagenet 0.1")
     ] = None,
+    precision: Annotated[
+        str | None,
+        _option(
+            "float32, or bfloat16: the model runs under autocast, its weights stay float32.",
+            _RUN,
+            "float32",
+        ),
+    ] = None,
     seed: Annotated[int | None, _option("Of all randomness.", _RUN, "0")] = None,
     config_file: Annotated[
         Path | None,

@@ -15,6 +15,7 @@ from rewire.budgets import SHARES
 from rewire.methods import METHODS
 from rewire.methods.lottery import SPARSITIES
 from rewire.methods.options import OPTIONS, check_options
+from rewire.precision import FLOAT32, PRECISIONS
 from rewire.training import toml
 from rewire.training.schedule import MOST, Schedule
 
@@ -56,6 +57,7 @@ class Config:
     pad: int | None
     image_size: int | None
     crop: str | None
+    precision: str
     seed: int
 
     def __post_init__(self) -> None:
@@ -85,12 +87,21 @@ class Config:
     def label(self) -> str:
         """A name for the run, another one for other settings."""
         dataset = Path(self.dataset).name or "images"
-        shares = () if self.method == "dense" else (f"{self.sparsity:g}",)
-        digest = hashlib.sha256(self.to_toml().encode()).hexdigest()[:6]
-        return "-".join((dataset, self.model, self.method, *shares, f"seed{self.seed}", digest))
+        parts = [dataset, self.model, self.method]
+        if self.method != "dense":
+            parts.append(f"{self.sparsity:g}")
+        settings = asdict(self)
+        if self.precision == FLOAT32:  # what a run is called is older than the choice
+            del settings["precision"]
+        else:
+            parts.append(self.precision)
+        digest = hashlib.sha256(toml.dumps(settings).encode()).hexdigest()[:6]
+        return "-".join((*parts, f"seed{self.seed}", digest))
 
 
 NAMES = tuple(field.name for field in fields(Config))
+BEFORE = {"precision": FLOAT32}
+"""What settings were before there was a choice: of files that do not have them."""
 
 # Recipes ------------------------------------------------------------------------------------------
 
@@ -115,6 +126,7 @@ _PAPER: dict[str, Any] = {
     "momentum": 0.9,
     "weight_decay": 1e-4,
     "label_smoothing": 0.0,
+    "precision": FLOAT32,
     "seed": 0,
 }
 _IMAGENET: dict[str, Any] = _PAPER | {
@@ -202,7 +214,7 @@ def read_run(path: Path) -> dict[str, Any]:
     method = METHODS.get(found.get("method", ""))
     missing = [name for name in (method.options if method else ()) if name not in found]
     old = {name: OPTIONS[name].before for name in missing if OPTIONS[name].before is not None}
-    return found | old
+    return BEFORE | found | old
 
 
 def read(path: Path, method: str | None = None) -> dict[str, Any]:
@@ -288,6 +300,7 @@ def _check(c: Config) -> None:
     _choice("method", c.method, tuple(METHODS))
     _choice("assignment", c.assignment, tuple(SHARES))
     _choice("optimizer", c.optimizer, OPTIMIZERS)
+    _choice("precision", c.precision, PRECISIONS)
     check_options(asdict(c))
     if c.crop is not None:
         _choice("crop", c.crop, ("area", "plain"))

@@ -68,7 +68,9 @@ class Folder:
     def check_config(self, config: Config, loaded: checkpoint.Loaded) -> None:
         """Raise a RunError if a checkpoint was written by a run of other settings."""
         theirs = loaded.state.get("config")  # older ones do not say
-        if theirs is not None and (different := configs.differences(config, theirs)):
+        if theirs is not None and (
+            different := configs.differences(config, configs.BEFORE | theirs)
+        ):
             raise RunError(
                 f"{loaded.path} was written with other settings ({different}): put {self.path / CONFIG} "
                 "back as it was, or start over with --overwrite"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -18,6 +19,7 @@ from rewire import data, models
 from rewire.data.decode import MARGIN, Crop
 from rewire.initial import reinitialize
 from rewire.methods import METHODS, Method
+from rewire.precision import autocast
 from rewire.sparsify import sparsify
 from rewire.training.config import Config
 from rewire.training.schedule import Schedule
@@ -63,6 +65,10 @@ class Job:
                 f"batch of {self.config.batch_size}: lower batch_size"
             )
         return self.config.schedule(batches)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """What forward passes and losses run in."""
+        return autocast(self.config.precision, self.device.type)
 
     def dense(self) -> nn.Module:
         """The model with all its weights, as the seed gives them."""
@@ -167,6 +173,7 @@ class Job:
             "mean": list(test.mean),
             "std": list(test.std),
             "margin": MARGIN if isinstance(test, data.ImageFiles) else 1.0,
+            "precision": self.config.precision,
         }
 
 

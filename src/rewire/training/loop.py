@@ -192,10 +192,10 @@ class Trainer:
             outputs: list[Tensor] = []
             rewiring = rewirer.rewire(self._losses([(x, y)], outputs))
             output = outputs[0]
-            loss = self._loss(output, y)
+            with self.job.autocast():
+                loss = self._loss(output, y)
         else:
-            output = self.model(x)
-            loss = self._checked_loss(x, output, y)
+            output, loss = self._forward(x, y)
             loss.backward()
             self.optimizer.step()
         self.rewiring = self.rewirer.step() or rewiring
@@ -210,12 +210,14 @@ class Trainer:
     def _loss(self, logits: Tensor, y: Tensor) -> Tensor:
         return F.cross_entropy(logits, y, label_smoothing=self.job.config.label_smoothing)
 
-    def _checked_loss(self, x: Tensor, logits: Tensor, y: Tensor) -> Tensor:
-        """The same; raises if it is not finite."""
-        loss = self._loss(logits, y)
+    def _forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """The model's output and its loss; raises if that is not finite."""
+        with self.job.autocast():
+            output = self.model(x)
+            loss = self._loss(output, y)
         if not self.through_nan and not math.isfinite(loss.item()):
             raise Diverged(self._diverged(x, loss))
-        return loss
+        return output, loss
 
     @property
     def _waiting(self) -> Beforehand | None:
@@ -238,17 +240,16 @@ class Trainer:
     ) -> Iterator[Tensor]:
         """Of the batches that a rewiring looks at; adds the model's outputs to ``outputs``."""
         for x, y in batches:
-            output = self.model(x)
+            output, loss = self._forward(x, y)
             if outputs is not None:
                 outputs.append(output.detach())
-            yield self._checked_loss(x, output, y)
+            yield loss
 
     def _diverged(self, x: Tensor, loss: Tensor) -> str:
         """What to tell of a loss that is not finite; the step's update is not done."""
-        return (
-            f"the loss of step {self.step + 1:,} is {loss.item()}: {first_not_finite(self.model, x)}. "
-            f"{self._advice}"
-        )
+        with self.job.autocast():
+            where = first_not_finite(self.model, x)
+        return f"the loss of step {self.step + 1:,} is {loss.item()}: {where}. {self._advice}"
 
     @property
     def _advice(self) -> str:
@@ -279,9 +280,7 @@ class Trainer:
         if self.evaluated == self.step:
             return
         self.processes.sync()
-        loss, accuracy = evaluate(
-            self.model, self.test, self.job.device, self._check, self.processes
-        )
+        loss, accuracy = evaluate(self.model, self.test, self.job, self._check, self.processes)
         sums = self.processes.total(self.sums).tolist()
         images = max(1.0, sums[2])
         epoch = -(-self.step // self.schedule.steps_per_epoch)
@@ -474,20 +473,23 @@ def shell(job: Job, state: Mapping[str, Any]) -> nn.Module:
 def evaluate(
     model: nn.Module,
     loader: Loader,
-    device: torch.device,
+    job: Job,
     check: Any = lambda: None,
     processes: Processes | None = None,
 ) -> tuple[float, float]:
-    """Mean loss and accuracy over all batches; ``check`` is called between them."""
+    """Mean loss and accuracy over all batches, in the run's precision; ``check`` is called between them."""
     model.eval()
     sums = torch.zeros(3, dtype=torch.float64)
     with torch.no_grad():
         for x, y in loader:
-            logits, y = model(x.to(device)), y.to(device)
-            sums += _counts(F.cross_entropy(logits, y), logits, y)
+            y = y.to(job.device)
+            with job.autocast():
+                logits = model(x.to(job.device))
+                loss = F.cross_entropy(logits, y)
+            sums += _counts(loss, logits, y)
             check()
-    loss, hits, images = (processes or Processes()).total(sums).tolist()
-    return loss / images, hits / images
+    total, hits, images = (processes or Processes()).total(sums).tolist()
+    return total / images, hits / images
 
 
 def _counts(loss: Tensor, logits: Tensor, labels: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rewire import data, saving
+from rewire.precision import FLOAT32, autocast
 from rewire.training.folder import Folder, RunError
 from rewire.training.job import Job, load_data
 from rewire.training.loop import shell
@@ -81,8 +82,10 @@ def evaluate(
     loss, right = 0.0, torch.zeros(dataset.num_classes, dtype=torch.int64)
     with torch.no_grad():
         for x, y in loader:
-            logits = model(x.to(device)).cpu()
-            loss += float(F.cross_entropy(logits, y, reduction="sum"))
+            with autocast(config.precision, device.type):
+                logits = model(x.to(device))
+                loss += float(F.cross_entropy(logits, y.to(device), reduction="sum"))
+            logits = logits.cpu()
             right += torch.bincount(y[logits.argmax(1) == y], minlength=dataset.num_classes)
     count = torch.bincount(dataset.test.labels, minlength=dataset.num_classes)
     images = int(count.sum())
@@ -100,7 +103,7 @@ def evaluate(
 def predict(
     path: Path, images: Sequence[Path], top: int, device: torch.device
 ) -> list[list[tuple[str, float]]]:
-    """The most likely classes of each image, with their probabilities."""
+    """The most likely classes of each image, with their probabilities, in the run's precision."""
     folder = Folder(path)
     if not folder.finished:
         folder.config()  # says so if there is no run at all
@@ -110,8 +113,8 @@ def predict(
     x = data.open_images(
         images, tuple(notes["shape"]), notes["mean"], notes["std"], notes["margin"]
     )
-    with torch.no_grad():
-        shares: Tensor = model(x.to(device)).softmax(1).cpu()
+    with torch.no_grad(), autocast(notes.get("precision", FLOAT32), device.type):
+        shares: Tensor = model(x.to(device)).float().softmax(1).cpu()
     best = shares.topk(min(top, shares.shape[1]), dim=1)
     pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
     return [[(notes["classes"][i], s) for i, s in zip(*row, strict=True)] for row in pairs]

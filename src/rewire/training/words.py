@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rewire
+from rewire.precision import FLOAT32
 from rewire.training.picture import pixels, side_by_side
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def title(trainer: Trainer) -> str:
         wired = f"{held.connections:,} of {weights:,} connections ({percent(held.density)})"
     threads = torch.get_num_threads()
     where = f"{job.device}, {threads} thread{'s' * (threads > 1)}"
+    if config.precision != FLOAT32:
+        where += f", {config.precision}"
     out = "" if trainer.folder is None else f"\nto {trainer.folder.path}"
     return (
         f"{config.model} on {config.dataset} by {config.method}: {wired}, {trainer.schedule.epochs:,} "

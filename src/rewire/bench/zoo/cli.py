@@ -10,7 +10,7 @@ import typer
 
 from rewire.bench import options
 from rewire.bench.finish import PATIENCE, finish
-from rewire.bench.options import Json, Threads
+from rewire.bench.options import Json, Precision, Precisions, Threads
 
 
 def zoo(
@@ -35,6 +35,7 @@ def zoo(
         int | None, typer.Option(min=1, help="Samples of each timing.", show_default="7")
     ] = None,
     threads: Threads = None,
+    precision: Precisions = Precision.BOTH,
     compiled: Annotated[
         bool, typer.Option("--compile", help="Time dense steps under torch.compile, too.")
     ] = False,
@@ -59,8 +60,8 @@ def zoo(
     Models of torchvision, timm and transformers with random weights, on random data; common ones are
     built without these libraries, too. Dense steps run in float32 and under bfloat16 autocast, for images
     in both memory formats; ratios are to the fastest of these. Sparse steps are the same model, converted
-    by rewire.sparsify. The first set takes about ten minutes. The exit status is 1 if a model fails, or if
-    its numbers are not those of its densified twin.
+    by rewire.sparsify; the faster of their precisions counts. The first set takes about ten minutes. The
+    exit status is 1 if a model fails, or if its numbers are not those of its densified twin.
 
     Example: `rewire bench zoo --models resnet18,timm/resnet10t --sparsity 0.9,0.95`
     """
@@ -83,7 +84,9 @@ def zoo(
     except (ValueError, libraries.MissingLibrary) as error:
         raise typer.BadParameter(str(error), param_hint="--models") from None
     sparsities = options.parts(sparsity, options.sparsity) or (0.95,)
-    plan = measure.Plan(chosen, sparsities, batch, size, own, compiled, fused, check)
+    plan = measure.Plan(
+        *(chosen, sparsities, batch, size, own, compiled, fused, check, precision.each)
+    )
     patience = PATIENCE if rounds is None else math.inf
     results: list[measure.Measured] = []
     whole = False

@@ -17,12 +17,15 @@ from rewire.bench.timing import Function, Tick, interleaved
 from rewire.bench.zoo import libraries, twins
 from rewire.bench.zoo.own import OWN
 from rewire.bench.zoo.public import IMAGES, Public
-from rewire.bench.zoo.step import COMPILED, FLOAT32, OURS, converted, dense_steps, training_step
+from rewire.bench.zoo.step import COMPILED, OURS, converted, dense_steps, training_step
 from rewire.engine.places import Place
+from rewire.precision import BFLOAT16, FLOAT32, PRECISIONS, autocast
 
 TOKENS = 128  # of a sequence
 _EXACT = 1e-8  # the largest difference in float64 that is rounding
-_AS_DENSE = 10.0  # in float32 ours may differ from float64 by so many times as much as dense does,
+_AS_DENSE = (
+    10.0  # in lower precision ours may differ from float64 by so many times as much as dense does,
+)
 _FLIPS = 0.05  # or by this: where rounding changes the sign of what a ReLU reads, gradients jump
 
 
@@ -39,6 +42,7 @@ class Plan:
         compiled: time dense steps under torch.compile, too.
         fused: let AdamW use its fused kernel, dense and sparse.
         check: compare outputs and gradients with the densified twin.
+        precisions: which ours runs in; dense runs in all.
     """
 
     models: tuple[Public, ...]
@@ -49,6 +53,7 @@ class Plan:
     compiled: bool = False
     fused: bool = False
     check: bool = True
+    precisions: tuple[str, ...] = PRECISIONS
 
 
 @dataclass(frozen=True)
@@ -60,19 +65,24 @@ class Check:
         float32: ours in float32, as it is timed, from the twin in float64.
         dense_float32: the twin in float32 from itself in float64: what rounding does to this model.
         worst: what differs most in float64.
+        bfloat16, dense_bfloat16: the same as in float32 under bfloat16 autocast, if ours is timed so.
     """
 
     float64: float
     float32: float
     dense_float32: float
     worst: str
+    bfloat16: float | None = None
+    dense_bfloat16: float | None = None
 
     @property
     def equal(self) -> bool:
         """Whether ours is its twin but for rounding."""
-        return self.float64 <= _EXACT and self.float32 <= max(
-            _AS_DENSE * self.dense_float32, _FLIPS
-        )
+        pairs = [(self.float32, self.dense_float32)]
+        if self.bfloat16 is not None and self.dense_bfloat16 is not None:
+            pairs.append((self.bfloat16, self.dense_bfloat16))
+        rounded = all(ours <= max(_AS_DENSE * dense, _FLIPS) for ours, dense in pairs)
+        return self.float64 <= _EXACT and rounded
 
 
 @dataclass(frozen=True)
@@ -92,7 +102,8 @@ class Measured:
         model, sparsity, batch: what was measured.
         source: the library, or ``"own definition"``.
         error: why there is nothing else; empty if all is well.
-        ours_ms: milliseconds of a sparse step.
+        ours_ms: milliseconds of a sparse step, in the precision that it is fastest in.
+        ours_by, best_ours: of sparse steps by precision, and which of these is the fastest.
         dense_ms: of dense steps, by precision and memory format.
         float32, best: which of these is the fastest in float32, and of all.
         ratio_float32, ratio_best: how many times faster ours is than these.
@@ -111,6 +122,8 @@ class Measured:
     source: str
     error: str = ""
     ours_ms: float = math.nan
+    ours_by: dict[str, float] = field(default_factory=dict)
+    best_ours: str = ""
     dense_ms: dict[str, float] = field(default_factory=dict)
     float32: str = ""
     best: str = ""
@@ -156,9 +169,12 @@ def measure(
         x = libraries.inputs(model, batch, plan.size, TOKENS)
         ours, known["stays_dense"] = converted(copy.deepcopy(dense), sparsity)
         if plan.check:
-            known["check"] = check(ours, x)
-        known.update(_explained(ours, x))
-        steps: dict[str, Function] = {OURS: training_step(ours, x, fused=plan.fused)}
+            known["check"] = check(ours, x, plan.precisions)
+        known.update(_explained(ours, x, plan.precisions[-1]))
+        steps: dict[str, Function] = {
+            OURS + precision: training_step(copy.deepcopy(ours), x, precision, fused=plan.fused)
+            for precision in plan.precisions
+        }
         steps |= dense_steps(dense, x, model.data, compiled=plan.compiled, fused=plan.fused)
         known["left_out"] = _leave_out_failing(steps)
         timings = interleaved(steps, rounds, patience=patience, tick=tick)
@@ -181,17 +197,24 @@ def _leave_out_failing(steps: dict[str, Function]) -> dict[str, str]:
 
 
 def _compared(milliseconds: dict[str, float]) -> dict[str, Any]:
-    ours, dense = milliseconds[OURS], {k: v for k, v in milliseconds.items() if k != OURS}
+    by = {k.removeprefix(OURS): v for k, v in milliseconds.items() if k.startswith(OURS)}
+    dense = {k: v for k, v in milliseconds.items() if not k.startswith(OURS)}
     best = min(dense, key=lambda name: dense[name])
     single = min((n for n in dense if n.startswith(FLOAT32)), key=lambda name: dense[name])
+    fastest = min(by, key=lambda name: by[name])
+    ours = by[fastest]
     return {
-        **{"ours_ms": ours, "dense_ms": dense, "float32": single, "best": best},
+        **{"ours_ms": ours, "ours_by": by, "best_ours": fastest},
+        **{"dense_ms": dense, "float32": single, "best": best},
         **{"ratio_float32": dense[single] / ours, "ratio_best": dense[best] / ours},
     }
 
 
-def check(model: nn.Module, x: Any) -> Check:
-    """Compare a sparse model in training mode with its densified twin; neither is changed."""
+def check(model: nn.Module, x: Any, precisions: Iterable[str] = (FLOAT32,)) -> Check:
+    """Compare a sparse model in training mode with its densified twin; neither is changed.
+
+    In float64 and float32, and under bfloat16 autocast if that is among ``precisions``.
+    """
     ours = twins.without_randomness(copy.deepcopy(model)).train()
     active = twins.connections(ours)
     twin = twins.twin_of(ours)
@@ -199,9 +222,13 @@ def check(model: nn.Module, x: Any) -> Check:
     right = twins.answer(copy.deepcopy(twin).double(), double_x)
     exact = twins.difference(twins.answer(double, double_x), right, active)
     del double
-    single = twins.difference(twins.answer(ours, x), right, active)
-    dense = twins.difference(twins.answer(twin, x), right, active)
-    return Check(exact.largest, single.largest, dense.largest, exact.worst)
+    rounded: list[float] = []
+    for precision in (FLOAT32, *(p for p in precisions if p == BFLOAT16)):
+        for one in (ours, twin):
+            answer = twins.answer(copy.deepcopy(one), x, precision)
+            rounded.append(twins.difference(answer, right, active).largest)
+    single, half = rounded[:2], rounded[2:] or (None, None)
+    return Check(exact.largest, single[0], single[1], exact.worst, *half)
 
 
 def _double(x: Any) -> Any:
@@ -210,8 +237,9 @@ def _double(x: Any) -> Any:
     return x.double() if isinstance(x, Tensor) and x.is_floating_point() else x
 
 
-def _explained(model: nn.Module, x: Any) -> dict[str, Any]:
-    found = rewire.explain(model, x)
+def _explained(model: nn.Module, x: Any, precision: str) -> dict[str, Any]:
+    with autocast(precision):
+        found = rewire.explain(model, x)
     return {
         **{"layers": len(found.layers), "recorded": found.recorded, "regions": len(found.regions)},
         "stops": _reasons((stop.reason, stop.place) for stop in found.stops),

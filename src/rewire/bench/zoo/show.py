@@ -9,12 +9,12 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from rewire.bench.show import geometric_mean, highlighted, ms, percent, times
+from rewire.bench.show import geometric_mean, highlighted, ms, percent, short, times
 from rewire.bench.zoo.libraries import problem
 from rewire.bench.zoo.measure import Measured, Plan, Reason
 from rewire.bench.zoo.own import OWN
 from rewire.bench.zoo.public import LIBRARIES, Public
-from rewire.bench.zoo.step import BFLOAT16, FLOAT32
+from rewire.precision import PRECISIONS
 
 _WIDTH = 110
 _REASONS = 6  # that are shown for a model
@@ -26,7 +26,7 @@ def line(found: Measured) -> str:
         return f"failed: {found.error}"
     wrong = ", DIFFERS from its densified twin" if found.failed else ""
     return (
-        f"ours {ms(found.ours_ms)}, best float32 {times(found.ratio_float32)}, "
+        f"ours {ms(found.ours_ms)} in {found.best_ours}, best float32 {times(found.ratio_float32)}, "
         f"best dense {times(found.ratio_best)}{wrong}"
     )
 
@@ -40,51 +40,50 @@ def tables(results: Sequence[Measured], plan: Plan) -> list[Table]:
 def _times(results: Sequence[Measured], plan: Plan) -> Table:
     adam = "fused AdamW" if plan.fused else "AdamW"
     made = _table(f"Training step ({adam}), batch {plan.batch}, images {plan.size} x {plan.size}")
-    for name in ("sparsity", "ours", "best float32", "vs float32", "best dense", "vs best"):
+    shown = [p for p in PRECISIONS if any(p in found.ours_by for found in results)]
+    names = [f"ours {short(precision)}" for precision in shown]
+    for name in ("sparsity", *names, "best float32", "vs float32", "best dense", "vs best"):
         made.add_column(name, justify="right", no_wrap=True)
-    made.add_column("which is")
+    made.add_column("which are")
     for found in results:
         made.add_row(
-            *(found.model, percent(found.sparsity), ms(found.ours_ms)),
+            *(found.model, percent(found.sparsity)),
+            *(ms(found.ours_by[precision]) for precision in shown),
             *(ms(found.dense_ms[found.float32]), highlighted(found.ratio_float32)),
             *(ms(found.dense_ms[found.best]), highlighted(found.ratio_best)),
-            _short(found.best),
+            f"{short(found.best_ours)} vs {short(found.best)}",
         )
     made.add_section()
     for index, sparsity in enumerate(dict.fromkeys(found.sparsity for found in results)):
         mine = [found for found in results if found.sparsity == sparsity]
         made.add_row(
-            *("" if index else "geometric mean", percent(sparsity), "", ""),
+            *("" if index else "geometric mean", percent(sparsity), *[""] * (len(shown) + 1)),
             highlighted(geometric_mean([found.ratio_float32 for found in mine])),
             "",
             highlighted(geometric_mean([found.ratio_best for found in mine])),
         )
-    made.caption = "vs: how many times faster ours is than this"
+    made.caption = "vs: how many times faster the best of ours is than this"
     return made
-
-
-def _short(name: str) -> str:
-    return name.replace(FLOAT32, "fp32").replace(BFLOAT16, "bf16")
 
 
 def _checks(results: Sequence[Measured]) -> Table:
     made = _table("Largest relative difference from the densified twin, and what the engine runs")
-    names = ("sparsity", "float64", "float32", "dense float32", "recorded", "regions", "stops")
-    for name in names:
+    half = any(found.check is not None and found.check.bfloat16 is not None for found in results)
+    errors = ["float64", "float32", "dense float32", *(["bfloat16", "dense bfloat16"] * half)]
+    for name in ("sparsity", *errors, "recorded", "regions", "stops"):
         made.add_column(name, justify="right", no_wrap=True)
     for found in results:
         check, style = found.check, "bold red" if found.failed else ""
-        errors = () if check is None else (check.float64, check.float32, check.dense_float32)
+        values = (getattr(check, name.replace(" ", "_"), None) for name in errors)
         made.add_row(
             *(found.model, percent(found.sparsity)),
-            *(Text(f"{error:.0e}", style=style) for error in errors or ()),
-            *([""] * 3 if check is None else []),
+            *(Text("" if error is None else f"{error:.0e}", style=style) for error in values),
             *(f"{found.recorded}/{found.layers}", str(found.regions)),
             str(sum(stop.count for stop in found.stops)),
         )
     made.caption = (
-        "of outputs, all gradients and running statistics, from the twin in float64: ours in float64 and "
-        "float32, and the dense twin in float32; recorded: sparse layers that the engine runs, of all"
+        "of outputs, all gradients and running statistics, from the twin in float64: ours in float64, and "
+        "in lower precisions ours and the dense twin; recorded: sparse layers that the engine runs, of all"
     )
     return made
 

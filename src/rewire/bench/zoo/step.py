@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import warnings
 from collections.abc import Mapping
@@ -13,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import rewire
+from rewire.bench.case import CHANNELS_LAST
 from rewire.bench.timing import Function
 from rewire.bench.zoo.public import IMAGES
+from rewire.precision import FLOAT32, PRECISIONS, autocast
 
-OURS, FLOAT32, BFLOAT16 = "ours", "float32", "bfloat16"
+OURS = "ours "  # and its precision
 COMPILED = " compiled"
 
 
@@ -34,33 +35,29 @@ def dense_steps(
     """Training steps of copies of a dense model, by precision and memory format."""
     formats: dict[str, Any] = {"": torch.contiguous_format}
     if data == IMAGES:
-        formats[" channels-last"] = torch.channels_last
+        formats[CHANNELS_LAST] = torch.channels_last
     steps = {}
-    for precision in (FLOAT32, BFLOAT16):
+    for precision in PRECISIONS:
         for name, memory_format in formats.items():
             for how in ("", COMPILED)[: 1 + compiled]:
                 twin = copy.deepcopy(model).to(memory_format=memory_format)  # type: ignore[call-overload]
                 if how:
                     twin = torch.compile(twin)
                 its_x = x.to(memory_format=memory_format) if isinstance(x, Tensor) and name else x
-                autocast = precision == BFLOAT16
-                steps[precision + name + how] = training_step(twin, its_x, autocast, fused=fused)
+                steps[precision + name + how] = training_step(twin, its_x, precision, fused=fused)
     return steps
 
 
 def training_step(
-    model: nn.Module, x: Any, autocast: bool = False, *, fused: bool = False
+    model: nn.Module, x: Any, precision: str = FLOAT32, *, fused: bool = False
 ) -> Function:
-    """zero_grad, forward, loss, backward and AdamW.
-
-    ``autocast`` is to bfloat16, ``fused`` chooses AdamW's fused kernel.
-    """
+    """zero_grad, forward, loss, backward and AdamW; ``fused`` chooses its fused kernel."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused or None)
     targets: list[Tensor] = []
 
     def run() -> None:
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16) if autocast else contextlib.nullcontext():
+        with autocast(precision):
             output = model(**x) if isinstance(x, Mapping) else model(x)
         logits = _logits(output).float()
         if not targets:

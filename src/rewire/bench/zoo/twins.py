@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rewire
+from rewire.precision import BFLOAT16, FLOAT32, autocast
 
 # Attributes that hold the probability of something random in torch, torchvision, timm and transformers.
 _PROBABILITIES = (
@@ -60,11 +61,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one forward and backward pass of a model gives, by name."""
+    """What one forward and backward pass of a model gives, by name, and in which precision."""
 
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     statistics: dict[str, Tensor]
+    precision: str = FLOAT32
 
 
 def without_randomness(model: nn.Module) -> nn.Module:
@@ -94,10 +96,14 @@ def outputs_of(model: nn.Module, inputs: Any) -> dict[str, Tensor]:
     return dict(_tensors(value))
 
 
-def answer(model: nn.Module, inputs: Any) -> Answer:
-    """Outputs, gradients of a fixed random sum of them, and buffers, all as the twin names them."""
+def answer(model: nn.Module, inputs: Any, precision: str = FLOAT32) -> Answer:
+    """Outputs, gradients of a fixed random sum of them, and buffers, all as the twin names them.
+
+    With ``precision`` bfloat16 outputs are computed under autocast.
+    """
     model.zero_grad()
-    outputs = outputs_of(model, inputs)
+    with autocast(precision):
+        outputs = outputs_of(model, inputs)
     generator = torch.Generator().manual_seed(0)
     loss = torch.zeros((), dtype=torch.float64)
     for output in outputs.values():
@@ -109,6 +115,7 @@ def answer(model: nn.Module, inputs: Any) -> Answer:
         {name: output.detach() for name, output in outputs.items()},
         {name: gradient.detach() for name, gradient in gradients.named_parameters()},
         {name: buffer for name, buffer in gradients.named_buffers() if buffer.is_floating_point()},
+        precision,
     )
 
 
@@ -144,9 +151,11 @@ def difference(found: Answer, right: Answer, active: Mapping[str, Tensor]) -> Di
         for answer in (right, found)
     )
     parts: dict[str, dict[str, float]] = {
-        "outputs": _differences(found.outputs, right.outputs, 0.0),
-        "gradients": _differences(found_masked, masked, _largest(masked)),
-        "statistics": _differences(found.statistics, right.statistics, _largest(right.statistics)),
+        "outputs": _differences(found.outputs, right.outputs, 0.0, found.precision),
+        "gradients": _differences(found_masked, masked, _largest(masked), found.precision),
+        "statistics": _differences(
+            found.statistics, right.statistics, _largest(right.statistics), found.precision
+        ),
     }
     every = {name: value for part in parts.values() for name, value in part.items()}
     tops = {part: max(values.values(), default=0.0) for part, values in parts.items()}
@@ -158,7 +167,7 @@ def _largest(tensors: Mapping[str, Tensor]) -> float:
 
 
 def _differences(
-    found: Mapping[str, Tensor], right: Mapping[str, Tensor], whole: float
+    found: Mapping[str, Tensor], right: Mapping[str, Tensor], whole: float, precision: str
 ) -> dict[str, float]:
     if found.keys() != right.keys():
         names = ", ".join(sorted(found.keys() ^ right.keys()))
@@ -170,8 +179,8 @@ def _differences(
             raise RuntimeError(f"{name} is {tuple(mine.shape)}, of the twin {tuple(theirs.shape)}")
         if not mine.numel():
             continue
-        precision = torch.finfo(mine.dtype).eps ** (1 / 3)
-        scale = float(theirs.norm()) + precision * whole
+        dtype = torch.bfloat16 if precision == BFLOAT16 else mine.dtype
+        scale = float(theirs.norm()) + torch.finfo(dtype).eps ** (1 / 3) * whole
         gap = float((mine.double() - theirs).norm())
         result[name] = gap / scale if scale else gap
     return {n: v if v == v else float("inf") for n, v in result.items()}  # not a number is no match
