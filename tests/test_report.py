@@ -187,6 +187,15 @@ def test_runs_of_other_settings_have_no_distance_but_what_differs(tmp_path: Path
     assert "58.8 % in Tables 1 and 3, and 60.3 % in Table 5" in shown
 
 
+def test_shorter_schedules_have_no_distance(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", 0.7, sparsity=0.98, scale=0.1)
+    write_run(tmp_path / "b", 0.7, dataset="cifar100", sparsity=0.98, keep_dense=("classifier.6",))
+    shown = report(tmp_path, out=tmp_path / "report.html")
+    assert '70.0<span class="printed">85.1</span>' in shown
+    assert "Schedules are 0.1 of the paper" in shown
+    assert '70.0<span class="printed">the paper has keep dense none</span>' in shown
+
+
 SETTINGS: dict[str, list[dict[str, Any]]] = {
     "table1": [{"sparsity": 0.95}, {"sparsity": 0.98}, {"method": "dense"}],
     "imagenet": [{"dataset": "imagenet", "model": "resnet50", "sparsity": 0.9}],

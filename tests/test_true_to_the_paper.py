@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,27 @@ def test_shares_at_random_keep_within_their_limits(limits: list[int], part: floa
     assert sum(counts) == total
     assert all(0 <= count <= limit for count, limit in zip(counts, limits, strict=True))
     assert counts == share_at_random(total, limits, Stream(3, 4, step=1, layer=2))
+
+
+@pytest.mark.parametrize(("limits", "total"), [([3, 5], 2), ([3, 5], 6), ([40, 0, 60], 7)])
+def test_shares_at_random_are_hypergeometric(limits: list[int], total: int) -> None:
+    draws = [share_at_random(total, limits, Stream(seed, 0, 1, 0))[0] for seed in range(2000)]
+    first, others = limits[0], sum(limits) - limits[0]
+    for count in range(max(0, total - others), min(total, first) + 1):
+        ways = math.comb(first, count) * math.comb(others, total - count)
+        share = ways / math.comb(sum(limits), total)
+        deviation = math.sqrt(share * (1 - share) / 2000)
+        assert abs(draws.count(count) / 2000 - share) < 4 * deviation + 1e-9
+
+
+def test_shares_at_random_are_drawn_without_listing_all_places() -> None:
+    limits, total = [1_000_000, 3_000_000], 300_000  # as at 75 % sparsity
+    tracemalloc.start()
+    counts = share_at_random(total, limits, Stream(0, 0, step=1, layer=0))
+    _, peak = tracemalloc.get_traced_memory()  # of numpy, as draws by numpy were
+    tracemalloc.stop()
+    assert abs(counts[0] - total / 4) < 5 * math.sqrt(total * 3 / 16)
+    assert peak < 8 * sum(limits) / 3
 
 
 # The same start for all methods -------------------------------------------------------------------

@@ -29,7 +29,7 @@ from rewire.ops.reference import Convolution
 from rewire.ops.sampling import Rows, Stream
 
 # What random words are for, so that no two uses share them.
-DRAWS, SIGNS, CHOICE, SCORES, NORMALS, SHARES = range(6)
+DRAWS, SIGNS, CHOICE, SCORES, NORMALS, SHARES, PLACES = range(7)
 
 
 class Batch(NamedTuple):
@@ -132,8 +132,11 @@ def draw(
     return _connections(active, found)
 
 
-def choose(active: Connections, count: int, stream: Stream) -> Connections:
-    """``count`` inactive connections (or all there are), every such set as likely as any other."""
+def choose(active: Connections, count: int, stream: Stream, purpose: int = CHOICE) -> Connections:
+    """``count`` inactive connections (or all there are), every such set as likely as any other.
+
+    More are drawn than are wanted; ``purpose`` is of the words that say which of them are kept.
+    """
     total, free = active.domain.size, active.domain.size - len(active)
     if count >= free:
         return inactive(active)
@@ -149,7 +152,7 @@ def choose(active: Connections, count: int, stream: Stream) -> Connections:
             if len(found) >= count:
                 break
             draws *= 2
-    kept = sampling.select(uniforms(stream, len(found), CHOICE), count)
+    kept = sampling.select(uniforms(stream, len(found), purpose), count)
     return found.where(kept)
 
 

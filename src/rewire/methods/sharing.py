@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
+from rewire.connections import Connections
 from rewire.ops.sampling import Stream
-from rewire.sampling import SHARES
+from rewire.sampling import PLACES, SHARES, choose
 
 
 def share_out(total: int, shares: Sequence[int], limits: Sequence[int]) -> list[int]:
@@ -40,13 +43,19 @@ def share_out(total: int, shares: Sequence[int], limits: Sequence[int]) -> list[
 
 def share_at_random(total: int, limits: Sequence[int], stream: Stream) -> list[int]:
     """How many of ``total`` distinct places, drawn uniformly from all, fall into each of the layers that
-    have so many; in time linear in ``total`` and the number of layers.
+    have so many; in time and memory linear in ``total``, the layers and the units that such layers have.
 
     >>> share_at_random(800, [1_045_630, 15_330], Stream(0, 0, step=0, layer=0))
-    [789, 11]
+    [785, 15]
     """
-    generator = stream._replace(purpose=SHARES).generator()
-    places = generator.choice(sum(limits), size=total, replace=False, shuffle=False)
-    layers = np.searchsorted(np.cumsum(limits), places, side="right")
+    if len(limits) == 1:
+        return [total]
+    # All places in a square of units, and what is beyond the last one taken.
+    size = sum(limits)
+    width = math.isqrt(max(0, size - 1)) + 1
+    height = -(-size // width)
+    beyond = Connections.from_keys(torch.arange(size, width * height), width, height)
+    places = choose(beyond, total, stream._replace(purpose=SHARES), PLACES).keys()
+    layers = np.searchsorted(np.cumsum(limits), places.numpy(), side="right")
     counts: list[int] = np.bincount(layers, minlength=len(limits)).tolist()
     return counts

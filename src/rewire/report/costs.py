@@ -40,11 +40,12 @@ def costs(view: View, groups: Sequence[Group], namer: Namer, name: str) -> tuple
                 _share(group),
                 _known(group.speed, lambda v: f"{v:,.0f}"),
                 _known(times, lambda v: f"{v:.2f}×"),  # noqa: RUF001
-                _known(_seconds(group), duration),
+                _known(group.seconds, duration),
+                _known(group.core_hours, lambda v: f"{v:.3g}"),
             ]
         )
     head = ["", view.x_name, "seeds", "accuracy", "connections", "training FLOPs"]
-    head += ["of dense", "images/s", "against dense", "time of a run"]
+    head += ["of dense", "images/s", "against dense", "time of a run", "core-hours"]
     series = [Series("Dense", "dense", (), [1.0], dashed=True)] if lines else []
     for label, points in lines.items():
         x, y = zip(*sorted(points), strict=True)
@@ -88,11 +89,6 @@ def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
 def _share(group: Group) -> str:
     flops, dense = group.last("training_flops"), group.last("dense_training_flops")
     return f"{100 * flops / dense:.3g} %" if dense > 0 and math.isfinite(flops) else html.DASH
-
-
-def _seconds(group: Group) -> float:
-    found = [run.seconds for run in group.finished if math.isfinite(run.seconds)]
-    return sum(found) / len(found) if found else math.nan
 
 
 def _known(number: float, shown: Any) -> str:

@@ -81,6 +81,17 @@ class Group:
         found = [run.speed for run in self.runs if math.isfinite(run.speed)]
         return median(found) if found else math.nan
 
+    @property
+    def seconds(self) -> float:
+        """The mean time of a finished run."""
+        found = [run.seconds for run in self.finished if math.isfinite(run.seconds)]
+        return fmean(found) if found else math.nan
+
+    @property
+    def core_hours(self) -> float:
+        """Of all finished runs together; nan if one does not say."""
+        return sum(run.core_hours for run in self.finished) if self.finished else math.nan
+
     def last(self, name: str) -> float:
         """A number of the line at the end, of the first run that has it."""
         found = (number(run.end, name) for run in self.finished if run.end)

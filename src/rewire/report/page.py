@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -13,7 +12,7 @@ from rewire.report.groups import Group, differing
 from rewire.report.paper import spelled
 from rewire.report.plot import Plot
 from rewire.report.rerun import command
-from rewire.report.runs import DAMAGED, FINISHED, UNFINISHED, Found, Run
+from rewire.report.runs import DAMAGED, FINISHED, UNFINISHED, Found, Run, total
 from rewire.report.sections import Part, Section
 from rewire.training import toml
 from rewire.training.words import duration
@@ -68,19 +67,23 @@ def _tiles(runs: Sequence[Run], groups: Sequence[Group]) -> str:
         state: sum(r.status == state for r in runs) for state in (FINISHED, UNFINISHED, DAMAGED)
     }
     states = ", ".join(f"{n:,} {state}" for state, n in count.items() if n)
-    seconds = sum(run.seconds for run in runs if math.isfinite(run.seconds))
     methods = list(dict.fromkeys(spelled(g.config["method"]) for g in groups))
     models = sorted({spelled(g.config["model"]) for g in groups})
     data = sorted({spelled(g.config["dataset"].rsplit("/", 1)[-1]) for g in groups})
     shown = [
         (f"{len(runs):,}", f"run{'s' * (len(runs) != 1)}: {states or 'none'}"),
-        (duration(seconds), "of training"),
+        (duration(total(runs, "seconds")), f"of training{_cores(runs)}"),
         (str(len(methods)), _plural("method", methods)),
         (str(len(models)), _plural("model", models)),
         (str(len(data)), _plural("data set", data)),
     ]
     tiles = "".join(f"<li><b>{escape(n)}</b><span>{escape(what)}</span></li>" for n, what in shown)
     return html.tag("ul", tiles, "tiles")
+
+
+def _cores(runs: Sequence[Run]) -> str:
+    hours = total(runs, "core_hours")
+    return f", {hours:,.1f} core-hours" if hours else ""
 
 
 def _plural(word: str, names: Sequence[str]) -> str:
@@ -115,7 +118,7 @@ def _problems(runs: Sequence[Run]) -> str:
         resume = f"rewire train --resume {quote(str((run.whole or run).path))}"
         if run.sweep is not None and run.sweep.command:
             resume = run.sweep.command
-        again = html.command(resume) if run.status == UNFINISHED else ""
+        again = html.command(resume) if run.status == UNFINISHED and not run.copied else ""
         rows.append([escape(run.name), html.chip(run.status, run.status), escape(words), again])
     if not rows:
         return ""

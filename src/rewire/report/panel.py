@@ -91,7 +91,8 @@ class Panel:
         if printed is None:
             return number + self._unlike(group)
         gap = group.mean - printed.accuracy
-        away = f" ({html.signed(gap)})" if math.isfinite(gap) else ""
+        alike = math.isfinite(gap) and group.config.get("scale", 1.0) == 1
+        away = f" ({html.signed(gap)})" if alike else ""
         spread = f"±{printed.deviation}" if math.isfinite(printed.deviation) else ""
         return f'{number}<span class="printed">{printed.accuracy:.1f}{spread}{away}</span>'
 

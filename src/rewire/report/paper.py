@@ -15,7 +15,7 @@ from rewire.training import toml
 TABLES = ("table1", "imagenet", "scaling", "extended", "vit-scaling")
 IDENTITY = ("dataset", "model", "method", "sparsity", "width", "extend")
 """What says which number of the paper a run is to be compared with; all else must be the recipe's."""
-_UNSEEN = ("seed", "scale", "storage", "keep_dense", "rounds")  # what the recipe leaves open
+_UNSEEN = ("seed", "scale", "storage", "rounds")  # what the recipe leaves open
 _SETTINGS = ("sparsity", "width", "extend")  # what a block of the file may have a list of
 _NAMES = {
     "cifar10": "CIFAR-10",

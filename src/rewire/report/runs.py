@@ -6,16 +6,16 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from rewire.report.progress import Tell, silent
+from rewire.training import checkpoint, toml
 from rewire.training import config as configs
-from rewire.training import toml
 from rewire.training.config import Config
-from rewire.training.folder import CONFIG, METRICS, MODEL, Folder
+from rewire.training.folder import ABOUT, CHECKPOINTS, CONFIG, METRICS, MODEL, Folder
 
 SWEEP, RESULTS = "sweep.toml", "results.json"
 FINISHED, UNFINISHED, DAMAGED = "finished", "unfinished", "damaged"
@@ -66,6 +66,8 @@ class Run:
         problems: what is wrong with it, in words.
         sweep: the sweep that it is part of.
         whole: the sequence that it is a round of; its costs are then those of all rounds so far.
+        machine: what it ran on, as far as it says: threads, processes, versions.
+        copied: whether it is a copy without weights, with which nothing can go on.
     """
 
     path: Path
@@ -78,6 +80,8 @@ class Run:
     problems: Sequence[str] = ()
     sweep: Sweep | None = None
     whole: Run | None = None
+    machine: Mapping[str, Any] = field(default_factory=dict)
+    copied: bool = False
 
     @property
     def accuracy(self) -> float:
@@ -91,6 +95,12 @@ class Run:
         """The time it took, or has taken."""
         last = self.end or (self.epochs[-1] if self.epochs else {})
         return number(last, "seconds")
+
+    @property
+    def core_hours(self) -> float:
+        """The time it took times the threads of all its processes; nan if it does not say how many."""
+        threads, processes = (number(self.machine, name) for name in ("threads", "processes"))
+        return self.seconds * threads * processes / 3600
 
     @property
     def speed(self) -> float:
@@ -117,6 +127,15 @@ class Found:
 
     runs: list[Run] = field(default_factory=list)
     sweeps: list[Sweep] = field(default_factory=list)
+
+
+def total(runs: Iterable[Run], what: str) -> float:
+    """The sum of ``"seconds"`` or ``"core_hours"`` as far as they are known, rounds of a sequence once."""
+    most: dict[Path, float] = {}
+    for run in runs:
+        path, value = (run.whole or run).path.resolve(), getattr(run, what)
+        most[path] = max(most.get(path, 0.0), value if math.isfinite(value) else 0.0)
+    return sum(most.values())
 
 
 def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
@@ -196,21 +215,36 @@ def _read_run(path: Path, name: str, sweep: Sweep | None) -> Run:
     whole = text.endswith("\n")  # or its last line is being written
     rows = text.splitlines()
     for row in rows if whole else rows[:-1]:
-        entry = _line(row)
+        entry = line(row)
         if entry is None:
             odd += 1
         elif entry.get("event") in lines:
             lines[entry["event"]].append(entry)
     if odd:
         problems = [*problems, f"{odd} line{'s' * (odd > 1)} of {METRICS} cannot be read"]
-    finished = (path / MODEL).exists()
     end = lines["end"][-1] if lines["end"] else None
-    if finished and end is None:
+    model, copied = (path / MODEL).exists(), (path / ABOUT).is_file()
+    # The model is written last; where there are neither weights nor checkpoints it is a copy of the text.
+    finished = model or (end is not None and not (path / CHECKPOINTS).exists())
+    if model and end is None:
         problems = [*problems, f"the model is there, but not the end of {METRICS}"]
     status = DAMAGED if problems else FINISHED if finished else UNFINISHED
     thin = -(-len(lines["rewiring"]) // _MOST) or 1
     rewirings = lines["rewiring"][::thin]
-    return Run(path, name, config, lines["epoch"], rewirings, end, status, problems, sweep)
+    machine = _machine(path, copied)
+    shown = (lines["epoch"], rewirings, end, status, problems, sweep)
+    return Run(path, name, config, *shown, machine=machine, copied=copied)
+
+
+def _machine(path: Path, copied: bool) -> Mapping[str, Any]:
+    """What a run was made on, as its copy or its newest checkpoint says."""
+    if not copied:
+        said = checkpoint.peek(path / CHECKPOINTS, "machine")
+        return said if isinstance(said, Mapping) else {}
+    try:
+        return toml.read(path / ABOUT)
+    except (ValueError, OSError):
+        return {}
 
 
 def _rounds(whole: Run) -> list[Run]:
@@ -231,8 +265,8 @@ def _rounds(whole: Run) -> list[Run]:
     return found or [whole]
 
 
-def _line(text: str) -> dict[str, Any] | None:
-    """A line of metrics, if it is one."""
+def line(text: str) -> dict[str, Any] | None:
+    """A line of metrics; None if it is none."""
     try:
         entry = json.loads(text)
     except ValueError:

@@ -14,7 +14,7 @@ from rewire.report.plot import Plot, slug
 from rewire.report.progress import Tell, silent
 from rewire.report.records import of_records
 from rewire.report.runs import Found, Sweep
-from rewire.report.views import BY_HAND, VIEWS, View
+from rewire.report.views import BY_HAND, VIEWS, View, view_of
 
 Item = Plot | str
 BAND = "Lines are means over seeds, bands hold 95 % of them."
@@ -64,7 +64,7 @@ def sections(found: Found, groups: Sequence[Group], tell: Tell = silent) -> list
         if sweep.records or not mine:
             made.append(_of_records(sweep))
         if mine:
-            view = VIEWS.get(sweep.experiment, View(sweep.experiment or sweep.path.name))
+            view = view_of(mine[0])
             made.append(_of_view(view, mine, view.title, sweep.command or ""))
     for index, (title, mine) in enumerate(others.items(), len(sweeps)):
         tell("looking at", index, total)
@@ -177,7 +177,9 @@ def _explained(view: View, found: Sequence[Group]) -> str:
     scales = {group.config.get("scale", 1.0) for group in found} - {1.0}
     if scales:
         held = ", ".join(f"{scale:g}" for scale in sorted(scales))
-        words.append(f"Schedules are {held} of the paper's length, so do not expect its numbers.")
+        words.append(
+            f"Schedules are {held} of the paper's length: its numbers are shown, but no distance to them."
+        )
     return " ".join(words)
 
 

@@ -112,7 +112,7 @@ def _word(name: str, value: Any) -> str:
 
 def plain(value: Any) -> str:
     """A setting in words."""
-    if isinstance(value, list):
+    if isinstance(value, list | tuple):
         return ", ".join(map(plain, value)) or "none"
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
@@ -196,3 +196,11 @@ VIEWS: dict[str, View] = {
         train=True,
     ),
 }
+
+
+def view_of(group: Group) -> View:
+    """How runs are looked at, by the experiment that they are part of."""
+    sweep = group.runs[0].sweep
+    if sweep is None:
+        return BY_HAND
+    return VIEWS.get(sweep.experiment, View(sweep.experiment or sweep.path.name))

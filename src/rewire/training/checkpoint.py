@@ -121,6 +121,17 @@ def load_newest(folder: Path) -> Loaded | None:
     return None
 
 
+def peek(folder: Path, name: str) -> Any:
+    """One entry of the newest checkpoint that says it, read without the tensors; None if none does."""
+    for path in found(folder):
+        try:
+            body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["body"]
+            return tree.decode(body["state"]["dict"][name], {})
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
 def found(folder: Path) -> list[Path]:
     """The checkpoints in a folder, newest first."""
     if not folder.is_dir():

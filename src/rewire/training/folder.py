@@ -19,6 +19,7 @@ from rewire.training.config import Config
 CONFIG, METRICS, MODEL = "config.toml", "metrics.jsonl", "model.safetensors"
 CHECKPOINTS, TENSORBOARD = "checkpoints", "tensorboard"
 DATA, START = "data.toml", "start.safetensors"
+ABOUT = "about.toml"  # of a copy without weights, see rewire.report.archive
 _ROUND = "round-"
 
 
@@ -125,6 +126,10 @@ class Folder:
         Raises:
             RunError: if it holds another run, or a finished one.
         """
+        if (self.path / ABOUT).is_file():
+            raise RunError(
+                f"{self.path} holds a copy of a run without its weights: choose another folder with --out"
+            )
         files.sweep(self.path)
         if self.exists and not overwrite:
             if different := configs.differences(config, self.config()):
