@@ -203,8 +203,9 @@ class SparseLayer(ConnectedLayer):
         names = [prefix + name for name in ("indptr", "indices", "values")]
         weight = state_dict.get(prefix + "weight")
         if isinstance(weight, Tensor):
-            state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
-            if weight.shape != MARK.shape:
+            if weight.shape == MARK.shape:
+                state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
+            elif names[2] not in state_dict:
                 error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
                 return
         if not all(isinstance(state_dict.get(name), Tensor) for name in names):
