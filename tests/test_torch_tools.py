@@ -267,6 +267,48 @@ def test_export_with_any_batch(name: str) -> None:
     assert_close(loaded(x).detach(), model(x).detach())
 
 
+def program(how: str, model: nn.Module, x: Tensor) -> Any:
+    """A graph of the model's calls, with its parameters in it."""
+    if how == "export":
+        return torch.export.export(model, (x,)).module()
+    return torch.jit.trace(model, x)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("scope", ["layer", "global"])
+@pytest.mark.parametrize("how", ["trace", "export"])
+@pytest.mark.parametrize("name", MODELS)
+def test_programs_do_not_mix_values_and_connections(name: str, how: str, scope: Any) -> None:
+    """They share parameters with the model: those of other connections are refused."""
+    make, shape = MODELS[name]
+    model, x = make(), normal(4, *shape)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    rewirer = rewire.SET(model, optimizer, every=2, until=100, scope=scope)
+    live, apart = program(how, model, x), program(how, copy.deepcopy(model), x)
+    before = model(x).detach()
+
+    def train() -> None:
+        model(x).square().sum().backward()
+        optimizer.step()
+        rewirer.step()
+
+    train()
+    assert_close(live(x).detach(), model(x).detach())  # as long as connections are the same
+    model.load_state_dict(copy.deepcopy(model.state_dict()))
+    assert_close(live(x).detach(), model(x).detach())
+    train()
+    assert rewirer.history[-1].grown > 0
+    with pytest.raises(Exception, match="trace or export the model again"):
+        live(x)
+    assert_close(apart(x).detach(), before)
+    rewired = program(how, model, x)
+    assert_close(rewired(x).detach(), model(x).detach())
+    model.load_state_dict(make().state_dict())
+    with pytest.raises(Exception, match="trace or export the model again"):
+        rewired(x)
+
+
 # torch.fx -----------------------------------------------------------------------------------------
 
 

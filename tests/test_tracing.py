@@ -53,6 +53,18 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], list[tuple[int, ...]]]] = {
     "one image": (lambda: SparseConv2d(3, 4, 3, sparsity=0.5), [(3, 6, 6), (3, 7, 4)]),
     "cnn": (cnn, [(4, 3, 8, 8), (64, 3, 8, 8), (128, 3, 8, 8), (1, 3, 8, 8)]),
     "mlp": (mlp, [(1, 6), (9, 6)]),
+    "transposed": (
+        lambda: rewire.SparseConvTranspose2d(3, 4, 3, 2, 1, sparsity=0.5),
+        [(4, 3, 6, 6), (9, 3, 5, 7), (1, 3, 6, 6)],
+    ),
+    "three dimensions": (
+        lambda: rewire.SparseConv3d(2, 4, 3, padding=1, sparsity=0.5),
+        [(4, 2, 4, 5, 6), (3, 2, 5, 4, 3)],
+    ),
+    "one dimension": (
+        lambda: rewire.SparseConv1d(2, 4, 3, padding=1, sparsity=0.5),
+        [(4, 2, 7), (3, 2, 9)],
+    ),
     "encoder": (encoder, [(3, 5, 6), (2, 7, 6)]),
 }
 

@@ -170,7 +170,7 @@ class ConvShape:
             raise ValueError(
                 f"a depth of {x.shape[2]} with its padding is smaller than what a kernel sees, {reach}"
             )
-        return int(x.shape[2] - reach) // self.stride[0] + 1
+        return (x.shape[2] - reach) // self.stride[0] + 1  # no int(): traced sizes stay variable
 
     def _outputs_as_images(self, y: Tensor) -> Tensor:
         """What the kernels compute of :meth:`_images`, from a batch of outputs."""

@@ -151,10 +151,18 @@ class SparseLayer(ConnectedLayer):
             self.n_in,
             self.image_taps,
         )
-        for name, tensor in built._asdict().items():
-            self._buffers[name] = tensor
+        self._buffers.update(self._held(built)._asdict())
         column = values.detach().to(device=device, dtype=self.values.dtype).unsqueeze(1)
         _put(self.values, column)
+
+    def _held(self, new: Topology) -> Topology:
+        """The tensors to hold for connections: the present ones, if these are the same, because traced
+        programs hold them too; else the new ones, and the present ones are retired."""
+        old = self.topology
+        if topology.same(old, new):
+            return old
+        topology.retire(old)
+        return new
 
     def reset_parameters(self, generator: torch.Generator | None = None) -> None:
         """Draw values and biases uniformly in +-sqrt(3 / fan-in), fan-in being the number of active
@@ -194,11 +202,12 @@ class SparseLayer(ConnectedLayer):
     ) -> None:
         names = [prefix + name for name in ("indptr", "indices", "values")]
         weight = state_dict.get(prefix + "weight")
-        if isinstance(weight, Tensor) and weight.shape == MARK.shape:
-            state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
-        elif isinstance(weight, Tensor) and names[2] not in state_dict:
-            error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
-            return
+        if isinstance(weight, Tensor):
+            if weight.shape == MARK.shape:
+                state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
+            elif names[2] not in state_dict:
+                error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+                return
         if not all(isinstance(state_dict.get(name), Tensor) for name in names):
             # One without the others means nothing: leave the layer as it is and name what is missing.
             rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
@@ -236,13 +245,13 @@ class SparseLayer(ConnectedLayer):
         # A topology of another size is loaded too: make room for it.
         if values.numel() != self.values.numel():
             _put(self.values, self.values.data.new_empty(values.shape))
+        built = self._held(built)
         for name in ("indptr", "indices"):
             self._buffers[name] = getattr(built, name).clone()
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
-        for name, tensor in built._asdict().items():
-            self._buffers[name] = tensor
+        self._buffers.update(built._asdict())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseLayer:
         new = memo[id(self)] = self.__new__(type(self))

@@ -215,7 +215,7 @@ _define(
 )
 _define(
     "linear_backward",
-    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, int[] needs) -> (Tensor, Tensor, Tensor)",
     _linear_backward_op,
     _backward_fake,
 )
@@ -233,7 +233,7 @@ _define(
 )
 _define(
     "conv2d_backward",
-    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, {_CONV}, bool[] needs) -> (Tensor, Tensor, Tensor)",
+    f"Tensor dy, Tensor x, Tensor values, {_TOPOLOGY}, {_CONV}, int[] needs) -> (Tensor, Tensor, Tensor)",
     _conv2d_backward_op,
     _backward_fake,
 )

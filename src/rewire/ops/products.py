@@ -20,7 +20,7 @@ from rewire.engine.planned import Planned
 from rewire.engine.run import Data, Run
 from rewire.ops import layout, native, precision, reference, sharding
 from rewire.ops.reference import Convolution
-from rewire.ops.topology import Topology, ensure
+from rewire.ops.topology import Topology, ensure, refuse_retired
 
 
 @lru_cache(maxsize=1024)
@@ -51,6 +51,7 @@ def check_layer(
         sharding.refuse_sharded(values)
     count = indices.numel()
     if values.shape not in ((count, 1), (count,)):
+        refuse_retired(topology)
         raise ValueError(
             f"values has shape {tuple(values.shape)}, expected one value for each of the "
             f"{count} connections: ({count}, 1) or ({count},)"

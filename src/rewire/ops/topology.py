@@ -27,6 +27,12 @@ class Topology(NamedTuple):
     order: Tensor
 
 
+OUTDATED = (
+    "the connections of this layer have changed since it was traced or exported, and the traced program "
+    "shares its values: trace or export the model again, or trace copy.deepcopy(model), which stays as it is"
+)
+
+
 class TopologyError(ValueError):
     """Connections that are not sorted, distinct and in range."""
 
@@ -114,6 +120,28 @@ def _by_input(indptr: Tensor, indices: Tensor, channels: int, taps: int) -> Topo
     return Topology(indptr, indices, slots, rows[order].int(), order.int())
 
 
+def same(a: Topology, b: Topology) -> bool:
+    """Whether these are the same connections."""
+    return not a.order.is_meta and all(map(torch.equal, a, b))
+
+
+def retire(topology: Topology) -> None:
+    """Make the operators refuse connections that their layer has replaced.
+
+    Programs of ``torch.jit.trace`` and ``torch.export`` hold these tensors and share the layer's parameter,
+    whose values belong to the new connections from now on.
+    """
+    if not topology.order.is_meta:
+        with torch.inference_mode(topology.order.is_inference()):
+            topology.order.resize_(0)
+
+
+def refuse_retired(topology: Topology) -> None:
+    """Raise a TopologyError for connections that :func:`retire` was called for."""
+    if topology.order.numel() == 0 < topology.indices.numel():
+        raise TopologyError(OUTDATED)
+
+
 def version(tensor: Tensor) -> int:
     """Changes whenever the tensor is written to; -1 where torch does not count that."""
     return -1 if tensor.is_inference() else tensor._version
@@ -149,6 +177,7 @@ def ensure(topology: Topology, n_in: int, taps: int) -> Topology:
     others, stamp, held = getattr(topology[0], "_rewire_held", ((None,) * 4, None, None))
     if all(map(operator.is_, others, topology[1:])) and stamp == _stamp(topology, n_in, taps):
         return held or topology
+    refuse_retired(topology)
     indptr, indices, *rest = topology
     check_rows(indptr, indices, n_in, indptr.numel() - 1)
     if not all(tensor.is_contiguous() for tensor in topology):

@@ -44,7 +44,7 @@ def conv_transpose2d(
     channels = (topology.slots.numel() - 1) // (conv.kernel[0] * conv.kernel[1])
     like = x.new_empty((x.shape[0], channels, *size))  # for its shape: nobody reads or writes it
     sizes = ([*pair] for pair in (conv.kernel, conv.stride, conv.padding, conv.dilation))
-    needs = [True, False, False]
+    needs = [1, 0, 0]  # integers: torch.jit.trace has no lists of truth values
     y: Tensor
     if products.has_tangents():
         outputs, inputs = reference.rows_of(topology.indptr), topology.indices.long()
