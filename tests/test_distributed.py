@@ -151,6 +151,36 @@ def test_a_lost_rank_is_an_error_on_the_others(tmp_path: Path, how: str) -> None
     assert "averaging gradients over 2 processes failed on rank 0" in message
 
 
+class Broken:
+    """A message that gloo could not deliver."""
+
+    def __init__(self, problem: str) -> None:
+        self.problem = problem
+
+    def wait(self) -> None:
+        raise RuntimeError(self.problem)
+
+
+@pytest.mark.parametrize(
+    ("problem", "kind"),
+    [
+        (
+            "unbound_buffer.cc:81] Timed out waiting 3000ms for recv operation to complete",
+            TimeoutError,
+        ),
+        ("unbound_buffer.cc:79] Application timeout caused pair closure", TimeoutError),
+        ("pair.cc:553] Connection closed by peer [127.0.0.1]:30311", ConnectionError),
+    ],
+)
+def test_whatever_gloo_says_of_a_lost_rank(problem: str, kind: type[Exception]) -> None:
+    """Which of the first two it is depends on which of its threads sees the end of the time first."""
+    parallel = distributed.Parallel(build())
+    bucket = parallel._buckets[0]
+    bucket.work, bucket.flat = Broken(problem), torch.zeros(1)  # type: ignore[assignment]
+    with pytest.raises(kind, match="averaging gradients over 1 processes failed on rank 0"):
+        parallel._receive(bucket)
+
+
 # In one process ---------------------------------------------------------------------------------
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -77,6 +79,30 @@ class Alone:
 
 
 _finished: deque[Any] = deque(maxlen=4)
+# Which of its messages gloo has for a timeout depends on which of its threads is first.
+_TIMEOUT = re.compile("timed out|timeout", re.IGNORECASE)
+
+
+@contextmanager
+def answers() -> Iterator[None]:
+    """Let errors of waiting for another process say so.
+
+    Raises:
+        TimeoutError: if another process does not answer.
+        ConnectionError: if there is none any more.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _TIMEOUT.search(str(error)):
+            raise TimeoutError(
+                "another process has not answered in time: it hangs, was stopped, or is at work on "
+                "something else. If it only takes that long, give more seconds (timeout=, or "
+                f"REWIRE_TIMEOUT in the environment). {error}"
+            ) from error
+        raise ConnectionError(
+            f"another process has ended, or sent something else: {error}"
+        ) from error
 
 
 def finish(message: Any) -> None:
@@ -85,16 +111,8 @@ def finish(message: Any) -> None:
     Whoever drops it last frees its tensors. A thread of gloo that does so while the interpreter ends
     cannot have the interpreter's lock any more, and aborts the process.
     """
-    try:
+    with answers():
         message.wait()
-    except RuntimeError as error:
-        if "timed out" not in str(error).lower():
-            raise
-        raise TimeoutError(
-            "another process has not answered in time: it hangs, was stopped, or is at work on something "
-            "else. If it only takes that long, give more seconds (timeout=, or REWIRE_TIMEOUT in the "
-            f"environment). {error}"
-        ) from error
     _finished.append(message)
 
 

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from rewire import communication
-from rewire.communication import END, Alone, Group, finish
+from rewire.communication import END, Alone, Group, answers, finish
 from rewire.nn.layer import ConnectedLayer
 from rewire.nn.sparse import SparseLayer
 
@@ -101,7 +101,8 @@ def barrier(*, patience: float | None = None) -> None:
     if not _initialized():
         return
     if patience is not None and dist.get_backend() == "gloo":
-        dist.monitored_barrier(timeout=timedelta(seconds=patience))
+        with answers():
+            dist.monitored_barrier(timeout=timedelta(seconds=patience))
     else:
         finish(dist.barrier(async_op=True))
 
@@ -350,10 +351,10 @@ class Parallel:
             return
         try:
             finish(bucket.work)
-        except RuntimeError as error:
-            raise RuntimeError(
+        except (TimeoutError, ConnectionError) as error:
+            raise type(error)(
                 f"averaging gradients over {self.world} processes failed on rank {self.rank}: another "
-                "process has ended, hangs, or runs another number of backward passes"
+                f"process has ended, hangs, or runs another number of backward passes. {error}"
             ) from error
         parameters = [self._parameters[i] for i in bucket.sent]
         *parts, flags = bucket.flat.split([*(p.numel() for p in parameters), len(parameters)])

@@ -12,7 +12,9 @@ node to the region; every other one makes the region run first. Then there are t
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -46,7 +48,7 @@ class LazyTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = HANDLERS.get(func)
-        if handler is not None:
+        if handler is not None and (not kwargs or takes(handler, *kwargs)):
             result = handler(*args, **kwargs) if kwargs else handler(*args)
             if result is not NotImplemented:
                 return result
@@ -74,6 +76,14 @@ class LazyTensor(torch.Tensor):
         return replaced(
             result, lambda t: next((lazy for lazy in held if lazy._data is t), t), Tensor
         )
+
+
+@cache
+def takes(handler: Callable[..., Any], *names: str) -> bool:
+    """Whether a handler has arguments of these names: torch functions have aliases of some."""
+    parameters = inspect.signature(handler).parameters.values()
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    return anything or {*names} <= {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
 
 
 def lazies(value: Any) -> Iterator[LazyTensor]:

@@ -49,6 +49,8 @@ class Loops(NamedTuple):
         # A loop over several dimensions has the stride of the innermost; those of size 1 do not count.
         inner = ([d for d in dims if self.image[d] > 1] for dims in self.order)
         offset = 0 if x.window is None else x.window.first * strides["c"]
+        if x.window is not None and x.shape[1] == 1:  # one channel of several is broadcast, too
+            strides["c"] = 0
         found = tuple(strides[dims[-1]] if dims else 0 for dims in inner)
         return {"operand": x, "strides": found, "offset": offset}
 

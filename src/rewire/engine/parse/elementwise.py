@@ -132,14 +132,17 @@ def _summable(small: tuple[int, ...], full: tuple[int, ...]) -> bool:
     return lifted[1] == full[1] and all(n == 1 for n in lifted[2:])
 
 
+_LEAST = 2.0**-100  # of a divisor: one over it is a number in every type
+
+
 def _with_number(op: str, in_place: bool, x: Any, number: float) -> Any:
-    if not math.isfinite(number) or (op == "div" and number == 0):
+    if not math.isfinite(number) or (op == "div" and abs(number) < _LEAST):
         return No
     scale, shift = {
         "add": (1.0, float(number)),
         "sub": (1.0, -float(number)),
         "mul": (float(number), 0.0),
-        "div": (1 / float(number) if number else 1.0, 0.0),
+        "div": (1 / float(number) if op == "div" else 1.0, 0.0),
     }[op]
     return unary("affine", ir.Affine(scale, shift), x, shape_of(x), in_place)
 

@@ -37,7 +37,11 @@ def _batch_norm(
         return No
     channels, size = shape[1], math.prod(shape) // shape[1]
     track = running_mean is not None
-    if track is (running_var is None) or (not track and not training) or (training and size == 1):
+    if (
+        track is (running_var is None)
+        or (not track and not training)
+        or (training and (size == 1 or eps <= 0))
+    ):
         return No
     for tensor in (weight, bias, running_mean, running_var):
         if tensor is not None and (tensor.shape != (channels,) or not tensor.is_contiguous()):

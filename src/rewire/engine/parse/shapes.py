@@ -90,7 +90,8 @@ def _getitem(input: Any, index: Any) -> Any:
     if type(index) is tuple and len(index) > 1 and type(index[1]) is slice:
         first, last, step = index[1].start, index[1].stop, index[1].step
         rest = [*index[:1], *index[2:]]
-        if all(part == slice(None) for part in rest) and step in (None, 1) and len(index) <= 4:
+        whole = all(type(part) is slice and part == slice(None) for part in rest)
+        if whole and step in (None, 1) and len(index) <= 4:
             channels = _channels(input, 1)
             given = all(n is None or type(n) is int for n in (first, last))
             if channels is not None and given and (first, last) != (None, None):

@@ -79,7 +79,7 @@ def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
     dims = len(shape_of(input))
     if dims != 3 or type(dim0) is not int or type(dim1) is not int:
         return No
-    if {dim0 % dims, dim1 % dims} != {1, 2}:
+    if {dim0, dim1} not in ({1, 2}, {1, -1}, {-2, 2}, {-2, -1}):
         return No
     return _permute(input, SWAPPED)
 
