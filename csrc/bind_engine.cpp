@@ -144,6 +144,7 @@ void bind_all_sizes(nb::module_& m) {
                         field("channels_after", &Padding::channels_after, 0), field("top", &Padding::top, 0),
                         field("bottom", &Padding::bottom, 0), field("left", &Padding::left, 0),
                         field("right", &Padding::right, 0));
+    bind_sizes<Side>(m, "Side", field("ptr", &Side::ptr), field("pixels", &Side::from), field("weight", &Side::weight));
     nb::class_<Pool> pool(m, "Pool");
     pool.def("__init__", [](Pool* p, int64_t panels, int64_t batch, int64_t channels, int64_t height, int64_t width,
                             int64_t out_height, int64_t out_width, int32_t kh, int32_t kw, int32_t sh, int32_t sw,
@@ -335,6 +336,22 @@ void bind_norms(nb::module_& m) {
     }
 }
 
+void bind_group_norms(nb::module_& m) {
+    {
+        using S = GroupMoments;
+        bind_step<S>(m, field("images", &GroupSizes::images), field("groups", &GroupSizes::groups), field("eps", &S::eps),
+                     optional("weight", &S::weight), field("x", &S::x), field("moments", &S::moments),
+                     optional("inverse", &S::inverse));
+    }
+    {
+        using S = GroupMomentsBackward;
+        bind_step<S>(m, field("images", &GroupSizes::images), field("groups", &GroupSizes::groups),
+                     optional("weight", &S::weight), field("x", &S::x), field("moments", &S::moments),
+                     field("inverse", &S::inverse), field("dmoments", &S::dmoments), optional("more", &S::more),
+                     optional("dx", &S::dx), optional("dweight", &S::dweight));
+    }
+}
+
 void bind_images(nb::module_& m) {
     {
         using S = MaxPool;
@@ -360,6 +377,8 @@ void bind_images(nb::module_& m) {
                    field("x", &Pad::x), field("y", &Pad::y));
     bind_step<PadBackward>(m, field("images", &PadBackward::images), field("padding", &PadBackward::padding),
                            field("dy", &PadBackward::dy), field("dx", &PadBackward::dx));
+    bind_step<Resample>(m, field("images", &Resample::images), field("down", &Resample::rows),
+                        field("across", &Resample::columns), field("x", &Resample::x), field("y", &Resample::y));
     nb::enum_<Layout>(m, "Layout")
         .value("contiguous", Layout::contiguous)
         .value("batch_last", Layout::batch_last)
@@ -430,6 +449,7 @@ void bind_steps(nb::module_& m) {
     bind_layers(m);
     bind_norms(m);
     bind_layer_norms(m);
+    bind_group_norms(m);
     bind_images(m);
     bind_elementwise(m);
     bind_pointwise(m);

@@ -122,6 +122,22 @@ void pad_gradient(const Images& of, const Padding& by, const T* dy, T* dx, int t
 }
 
 template <class T>
+void resample(const Table<T>& table, const Images& of, const Side& rows, const Side& columns, const T* x, T* y, int threads) {
+    using N = Number<T>;
+    const Images to{of.panels, of.channels, rows.size(), columns.size(), of.panel, of.in_panels};
+    const std::vector<N> weight(columns.weight.begin(), columns.weight.end());
+    const std::vector<N> row_weight(rows.weight.begin(), rows.weight.end());
+    for_each_row(to, threads, [&](int64_t n, int64_t h) {
+        const int32_t first = rows.ptr[size_t(h)], count = rows.ptr[size_t(h) + 1] - first;
+        const Scratch<int64_t> at(count + 1);
+        for (int32_t r = 0; r < count; r++) at[r] = of.at(n, rows.from[size_t(first + r)], 0) - of.at(n, 0, 0);
+        const Blend<T> blend{of.panel, to.width, count, columns.ptr.data(), columns.from.data(), weight.data(), at.get(),
+                             row_weight.data() + first};
+        for (int64_t c = 0; c < of.channels; c++) table.blend(blend, x + of.at(n, 0, c), y + to.at(n, h, c));
+    });
+}
+
+template <class T>
 void mean(const Images& of, const T* x, T* y, int threads) {
     const int64_t batch = of.panels * of.panel;
     using N = Number<T>;
@@ -163,6 +179,7 @@ void mean_gradient(const Images& of, const T* dy, T* dx, int threads) {
     template void pad_gradient<T>(const Images&, const Padding&, const T*, T*, int);                        \
     template void thin<T>(const Table<T>&, const Images&, const Thinning&, const T*, T, T*, int);           \
     template void thin_gradient<T>(const Table<T>&, const Images&, const Thinning&, const T*, T*, int);     \
+    template void resample<T>(const Table<T>&, const Images&, const Side&, const Side&, const T*, T*, int); \
     template void mean<T>(const Images&, const T*, T*, int);                                                \
     template void mean_gradient<T>(const Images&, const T*, T*, int);
 

@@ -1,8 +1,9 @@
 // Images in panels, [N / panel][height][channels][width][panel], or batch-last, [channels][height][width][N], which is
-// one panel of the whole batch: from one layout to another, some of their rows and columns, padding, and means.
+// one panel of the whole batch: from one layout to another, some of their rows and columns, padding, other sizes, and means.
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "kernels.h"
 
@@ -55,6 +56,17 @@ template <class T>
 void pad(const Images&, const Padding&, const T* x, T value, T* y, int threads);
 template <class T>
 void pad_gradient(const Images&, const Padding&, const T* dy, T* dx, int threads);
+
+// The pixels along one side of an image as weighted sums of others: pixel i has the entries [ptr[i], ptr[i + 1]), maybe none.
+struct Side {
+    std::vector<int32_t> ptr, from;
+    std::vector<double> weight;
+
+    int64_t size() const { return int64_t(ptr.size()) - 1; }
+};
+// Images of another size. The weight of a pixel is the product of those along its column and along its row.
+template <class T>
+void resample(const Table<T>&, const Images&, const Side& rows, const Side& columns, const T* x, T* y, int threads);
 
 // y, batch-last: the mean over all positions.
 template <class T>

@@ -12,6 +12,8 @@
 #include "pointwise.inl"
 #include "bounds.inl"
 #include "layer_norm.inl"
+#include "lanes.inl"
+#include "resample.inl"
 
 namespace rewire::REWIRE_ISA {
 
@@ -27,7 +29,9 @@ constexpr Table<T> table() {
             norm_gradient<T>, max_pool<T>,
             max_pool_gradient<T>, mean_pool<T>,
             mean_pool_gradient<T>, drop_out<T>,
-            pointwise<Number<T>>};
+            pointwise<Number<T>>, blend<T>,
+            lane_sums<T>,     lane_spreads<T>,
+            lane_affine<T>};
 }
 
 template <class X, class Y>

@@ -193,6 +193,24 @@ struct LayerNorm {
     bool centered;  // else root mean square normalisation
 };
 
+// A row of pixels of `len` elements. Output column w is the sum over its entries e, [ptr[w], ptr[w + 1]), and over the rows
+// r of the input, which begin at x + at[r], of weight[e] * row_weight[r] * pixel from[e] of the row.
+template <class T>
+struct Blend {
+    int64_t len, columns, rows;
+    const int32_t *ptr, *from;
+    const Number<T>* weight;
+    const int64_t* at;
+    const Number<T>* row_weight;
+};
+
+// y = (x - mean) * factor + shift, plus `more` unless null. There is a mean, a factor and a shift for each of `period` lanes.
+template <class T>
+struct LaneAffine {
+    int64_t len, period;
+    const Number<T> *mean, *factor, *shift;
+};
+
 template <class T>
 struct Table {
     int sum_tile, dots_tile;  // elements that stay in registers
@@ -227,6 +245,12 @@ struct Table {
     void (*drop_out)(const T* x, int64_t first, int64_t len, uint32_t limit, Number<T> scale, uint64_t seed, T* y);
     // a program on one tile; an instruction may write the slot that it reads
     void (*pointwise)(const Instruction* program, int64_t count, Number<T>* const* slots, int64_t len);
+    // one row of one channel
+    void (*blend)(const Blend<T>&, const T* x, T* y);
+    // sum[lane] += x, or (x - mean[lane])^2
+    void (*lane_sums)(const T* x, int64_t len, int64_t period, Number<T>* sum);
+    void (*lane_spreads)(const T* x, int64_t len, int64_t period, const Number<T>* mean, Number<T>* sum);
+    void (*lane_affine)(const LaneAffine<T>&, const T* x, const T* more, T* y);
 };
 
 // Layer normalisation of X that gives Y.

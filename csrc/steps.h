@@ -6,6 +6,7 @@
 
 #include "channels.h"
 #include "engine.h"
+#include "group_norm.h"
 #include "images.h"
 #include "layers.h"
 #include "pointwise.h"
@@ -191,6 +192,26 @@ struct TransposeEach : StepOf<TransposeEach> {
     REWIRE_STEP(TransposeEach)
 };
 
+// ---- Group norm: steps_group_norm.cpp
+
+struct GroupSizes {
+    Images images{};
+    int64_t groups = 1;
+};
+
+// See group_norm.h: moments of [panels][2 * channels][panel].
+struct GroupMoments : StepOf<GroupMoments>, GroupSizes {
+    double eps = 1e-5;
+    Id weight = kAbsent, x = kAbsent, moments = kAbsent, inverse = kAbsent;
+    REWIRE_STEP(GroupMoments)
+};
+// dx is the gradient through the moments, plus `more`.
+struct GroupMomentsBackward : StepOf<GroupMomentsBackward>, GroupSizes {
+    Id weight = kAbsent, x = kAbsent, moments = kAbsent, inverse = kAbsent, dmoments = kAbsent, more = kAbsent, dx = kAbsent,
+       dweight = kAbsent;
+    REWIRE_STEP(GroupMomentsBackward)
+};
+
 // ---- Pooling: steps_images.cpp
 
 // Maximum pooling of x, or of its batch norm; `which` receives the tap of each maximum, a byte each.
@@ -261,6 +282,14 @@ struct PadBackward : StepOf<PadBackward> {
     Padding padding{};
     Id dy = kAbsent, dx = kAbsent;
     REWIRE_STEP(PadBackward)
+};
+
+// Images of another size, `images` being the sizes of x. The gradient is the same step with both sides transposed.
+struct Resample : StepOf<Resample> {
+    Images images{};
+    Side rows, columns;
+    Id x = kAbsent, y = kAbsent;
+    REWIRE_STEP(Resample)
 };
 
 // [N][C][H][W]; [C][H][W][N]; [N / panel][H][C][W][panel].
@@ -345,6 +374,9 @@ struct Dropout : StepOf<Dropout, true> {
 // ---- What the families share: steps_norm.cpp
 
 void refuse_unless(bool fine, const char* problem);
+
+// Elements of images; throws unless their sizes fit together: steps_images.cpp
+int64_t image_elements(const char* what, const Images&);
 
 // Throws unless the channels have runs of whole elements; how many elements there are in all.
 int64_t elements_of(const Channels&);

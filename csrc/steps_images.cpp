@@ -1,30 +1,42 @@
+#include <algorithm>
+
 #include "steps.h"
 
 namespace rewire::engine {
-namespace {
 
-constexpr int64_t kLargestPadding = int64_t(1) << 40;
-
-// Elements of images; throws unless their sizes fit together.
-int64_t elements_of(const char* what, const Images& of) {
+int64_t image_elements(const char* what, const Images& of) {
     refuse_unless(of.in_panels || of.panels == 1, "batch-last images are one panel of the whole batch");
     return product(what, {of.panels, of.channels, of.height, of.width, of.panel});
 }
 
+namespace {
+
+constexpr int64_t kLargestPadding = int64_t(1) << 40;
+
 int64_t elements_of(const Images& x, const Thinning& by) {
-    elements_of("x", x);
+    image_elements("x", x);
     product("the slice", {by.down, by.across});
     refuse_unless(by.before >= 0 && by.after >= 0 && by.before <= kLargestPadding && by.after <= kLargestPadding,
                   "channels before and after must not be negative or beyond 2^40");
     refuse_unless(by.down <= kLargestPadding && by.across <= kLargestPadding, "the steps of a slice must not be beyond 2^40");
-    return elements_of("y", by.of(x));
+    return image_elements("y", by.of(x));
 }
 
 int64_t elements_of(const Images& x, const Padding& by) {
-    elements_of("x", x);
+    image_elements("x", x);
     for (const int64_t amount : {by.channels_before, by.channels_after, by.top, by.bottom, by.left, by.right})
         refuse_unless(amount >= 0 && amount <= kLargestPadding, "padding must not be negative or beyond 2^40");
-    return elements_of("y", by.of(x));
+    return image_elements("y", by.of(x));
+}
+
+// Throws unless the entries of each pixel of a side are there, and are pixels of the input.
+void check(const Side& side, int64_t size) {
+    refuse_unless(side.ptr.size() > 1 && side.ptr.front() == 0 && std::is_sorted(side.ptr.begin(), side.ptr.end()),
+                  "the pointers of a side begin with 0 and do not fall");
+    refuse_unless(side.from.size() == size_t(side.ptr.back()) && side.weight.size() == side.from.size(),
+                  "a side has as many entries and weights as its pointers say");
+    const auto inside = [size](int32_t pixel) { return pixel >= 0 && pixel < size; };
+    refuse_unless(std::all_of(side.from.begin(), side.from.end(), inside), "an entry is outside of the image");
 }
 
 struct Sizes {
@@ -123,7 +135,7 @@ void AvgPoolBackward::execute(const Run<T>& r) const {
 }
 
 void GlobalMean::needs(Needs& n) const {
-    n.reads("x", x, elements_of("x", images));
+    n.reads("x", x, image_elements("x", images));
     n.writes("y", y, product("y", {images.batch(), images.channels}));
 }
 
@@ -133,7 +145,7 @@ void GlobalMean::execute(const Run<T>& r) const {
 }
 
 void GlobalMeanBackward::needs(Needs& n) const {
-    const int64_t all = elements_of("dx", images);
+    const int64_t all = image_elements("dx", images);
     n.reads("dy", dy, product("dy", {images.batch(), images.channels}));
     n.writes("dx", dx, all);
 }
@@ -145,7 +157,7 @@ void GlobalMeanBackward::execute(const Run<T>& r) const {
 
 void Slice::needs(Needs& n) const {
     const int64_t output = elements_of(images, slicing);
-    n.reads("x", x, elements_of("x", images));
+    n.reads("x", x, image_elements("x", images));
     n.writes("y", y, output);
 }
 
@@ -156,7 +168,7 @@ void Slice::execute(const Run<T>& r) const {
 
 void SliceBackward::needs(Needs& n) const {
     n.reads("dy", dy, elements_of(images, slicing));
-    n.writes("dx", dx, elements_of("dx", images));
+    n.writes("dx", dx, image_elements("dx", images));
 }
 
 template <class T>
@@ -166,7 +178,7 @@ void SliceBackward::execute(const Run<T>& r) const {
 
 void Pad::needs(Needs& n) const {
     const int64_t output = elements_of(images, padding);
-    n.reads("x", x, elements_of("x", images));
+    n.reads("x", x, image_elements("x", images));
     n.writes("y", y, output);
 }
 
@@ -177,7 +189,7 @@ void Pad::execute(const Run<T>& r) const {
 
 void PadBackward::needs(Needs& n) const {
     n.reads("dy", dy, elements_of(images, padding));
-    n.writes("dx", dx, elements_of("dx", images));
+    n.writes("dx", dx, image_elements("dx", images));
 }
 
 template <class T>
@@ -185,8 +197,21 @@ void PadBackward::execute(const Run<T>& r) const {
     pad_gradient<T>(images, padding, r.at(dy), r.at(dx), r.threads);
 }
 
+void Resample::needs(Needs& n) const {
+    const int64_t input = image_elements("x", images);
+    check(rows, images.height);
+    check(columns, images.width);
+    n.reads("x", x, input);
+    n.writes("y", y, product("y", {images.panels, images.channels, rows.size(), columns.size(), images.panel}));
+}
+
+template <class T>
+void Resample::execute(const Run<T>& r) const {
+    resample<T>(r.table, images, rows, columns, r.at(x), r.at(y), r.threads);
+}
+
 void Relayout::needs(Needs& n) const {
-    const int64_t all = elements_of("the tensor", images);
+    const int64_t all = image_elements("the tensor", images);
     refuse_unless(source != target, "source and target are the same layout: use Copy");
     refuse_unless(images.in_panels || (source != Layout::panels && target != Layout::panels),
                   "the sizes of images in panels must say so");
@@ -217,6 +242,7 @@ REWIRE_INSTANTIATE_STEP(Slice)
 REWIRE_INSTANTIATE_STEP(SliceBackward)
 REWIRE_INSTANTIATE_STEP(Pad)
 REWIRE_INSTANTIATE_STEP(PadBackward)
+REWIRE_INSTANTIATE_STEP(Resample)
 REWIRE_INSTANTIATE_STEP(Relayout)
 
 }  // namespace rewire::engine

@@ -14,6 +14,7 @@ from rewire.connections import Connections
 from rewire.engine import graph as ir
 from rewire.engine.graph import Graph, InputMeta, Node, Ref
 from rewire.engine.parse.images import inside_groups
+from rewire.engine.resampling import resample
 from rewire.ops import topology
 from rewire.ops.topology import Topology
 
@@ -93,6 +94,11 @@ class Builder:
         attrs = ir.BatchNorm(training, momentum, 1e-5, training and track)
         return self.node("batch_norm", attrs, (x, weight, bias, *statistics), self.shape(x))
 
+    def group_norm(self, x: int, groups: int, affine: bool = True) -> int:
+        channels = self.shape(x)[1]
+        weight, bias = (self.input(channels) if affine else None for _ in range(2))
+        return self.node("group_norm", ir.GroupNorm(groups, 1e-3), (x, weight, bias), self.shape(x))
+
     def relu(self, x: int) -> int:
         return self.node("relu", ir.NOTHING, (x,), self.shape(x))
 
@@ -163,6 +169,17 @@ class Builder:
         around = (*amounts, *(0,) * (6 - len(amounts)))
         shape = (batch, *(n + around[2 * k] + around[2 * k + 1] for k, n in enumerate(rest)))
         return self.node("pad", ir.Pad((0, 0, *around), value), (x,), shape)
+
+    def resample(self, x: int, kind: str, down: Any, across: Any, **options: Any) -> int:
+        attrs = ir.Resample(kind, down, across, **options)
+        size = resample(attrs, torch.empty((1, 1, *self.shape(x)[2:]))).shape[2:]
+        return self.node("resample", attrs, (x,), (*self.shape(x)[:2], *size))
+
+    def shuffle(self, x: int, groups: int) -> int:
+        return self.node("shuffle", ir.Shuffle(groups), (x,), self.shape(x))
+
+    def clone(self, x: int) -> int:
+        return self.node("clone", ir.NOTHING, (x,), self.shape(x))
 
     def view(self, x: int, *shape: int) -> int:
         return self.node("view", ir.View(shape), (x,), shape)
@@ -249,6 +266,8 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
             y = F.batch_norm(x, *statistics, weight, bias, attrs.training, momentum, attrs.eps)
         elif op == "layer_norm":
             y = F.layer_norm(x, x.shape[-1:], *rest, attrs.eps)
+        elif op == "group_norm":
+            y = F.group_norm(x, attrs.groups, *rest, attrs.eps)
         elif op == "relu":
             y = F.relu(x)
         elif op == "activation":
@@ -268,6 +287,18 @@ def meaning(of: Case, tensors: list[Tensor], masks: Any) -> list[Tensor]:
         elif op == "pad":
             _, _, *amounts = attrs.amounts
             y = F.pad(x, (*amounts[4:], *amounts[2:4], *amounts[:2]), value=attrs.value)
+        elif op == "resample" and attrs.kind == "pad":
+            y = F.pad(x, (*attrs.across, *attrs.down), attrs.mode)
+        elif op == "resample" and attrs.kind == "mean":
+            y = F.adaptive_avg_pool2d(x, (attrs.down, attrs.across))
+        elif op == "resample":
+            how = {attrs.kind.replace("scale", "scale_factor"): (attrs.down, attrs.across)}
+            how |= {"mode": attrs.mode, "align_corners": attrs.align_corners}
+            y = F.interpolate(x, **how)
+        elif op == "shuffle":
+            y = F.channel_shuffle(x, attrs.groups)
+        elif op == "clone":
+            y = x.clone()
         elif op == "cat":
             y = torch.cat([x, *rest], 1)
         elif op == "narrow":
@@ -326,10 +357,26 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
                 x = activation(x) if kind == 2 else binary(x, among)
         return x
 
+    def other_size(x: int) -> int:
+        kind = rng.randrange(5)
+        if kind == 0:
+            return b.resample(x, "size", rng.randint(1, 9), rng.randint(1, 9), mode="nearest")
+        if kind == 1:
+            align = rng.choice((None, True))
+            return b.resample(x, "scale", 1.5, 2, mode="bilinear", align_corners=align)
+        if kind == 2:
+            return b.resample(x, "mean", rng.randint(1, 5), rng.randint(1, 5))
+        amounts = (rng.randint(-1, 2), 1), (0, rng.randint(0, 2))
+        mode = rng.choice(("replicate", "constant"))
+        return b.resample(x, "pad", *amounts, mode=mode) if min(b.shape(x)[2:]) > 1 else x
+
+    def divisor(n: int) -> int:
+        return rng.choice([k for k in range(1, n + 1) if n % k == 0])
+
     for _ in range(rng.randint(1, 12)):
         x = rng.choice(images[-3:])
         batch, channels, height, width = b.shape(x)
-        kind = rng.randrange(23)
+        kind = rng.randrange(26)
         if kind < 2:
             images.append(conv(x))
         elif kind == 2:
@@ -356,7 +403,15 @@ def random_program(rng: random.Random) -> tuple[Builder, list[int]]:
         elif kind == 11:
             keep = rng.random() < 0.5
             (images if keep else flats).append(b.mean(x, keepdim=keep))
-        elif kind >= 20:
+        elif kind == 25:
+            images.append(b.clone(b.shuffle(x, divisor(channels))))
+        elif kind == 24:
+            images.append(other_size(x))
+        elif kind == 23 and channels * height * width > 1:
+            groups = divisor(channels) if height * width > 1 else 1
+            y = b.group_norm(x, groups, rng.random() < 0.7)
+            images.append(activation(y) if rng.random() < 0.5 else y)
+        elif 20 <= kind < 23:
             first = rng.randrange(channels)
             part = b.narrow(x, first, rng.randint(first + 1, channels))
             like = [y for y in images if b.shape(y)[2:] == (height, width)]

@@ -22,7 +22,7 @@ from rounding import GRADIENTS, no_worse
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="needs the compiled kernels")
 BF16, F32 = torch.bfloat16, torch.float32
-WITH_PARAMETERS = ("conv2d", "linear", "batch_norm")
+WITH_PARAMETERS = ("conv2d", "linear", "batch_norm", "group_norm")
 
 
 def mixed(of: Case, rng: random.Random, share: float = 0.7, parameters: torch.dtype = F32) -> Case:

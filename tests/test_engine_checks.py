@@ -155,6 +155,12 @@ def pool(*of: int, **options: Any) -> Any:
 
 
 OF_CHANNELS: dict[str, Any] = {"channels": 4, "length": 12, "panel_rows": 3}
+
+
+def resample(down: Any, across: Any) -> Any:
+    return n().Resample(images=n().Images(2, 3, 4, 4, 4), down=down, across=across, x=0, y=1)
+
+
 STEPS: list[tuple[Any, str]] = [
     (
         lambda: n().Moments(channels=4, length=12, panel_rows=5, x=0, mean=1, variance=2),
@@ -229,6 +235,38 @@ STEPS: list[tuple[Any, str]] = [
     (
         lambda: n().GlobalMean(images=n().Images(2, 3, 4, 4, 4, in_panels=False), x=0, y=1),
         "GlobalMean: batch-last images are one panel of the whole batch",
+    ),
+    (
+        lambda: resample(n().Side([0, 1], [0], [1.0]), n().Side([0, 1], [4], [1.0])),
+        "Resample: an entry is outside of the image",
+    ),
+    (
+        lambda: resample(n().Side([0, 1], [-1], [1.0]), n().Side([0, 1], [0], [1.0])),
+        "Resample: an entry is outside of the image",
+    ),
+    *(
+        (
+            lambda ptr=ptr: resample(n().Side(ptr, [0, 1], [1.0, 2.0]), n().Side([0, 0], [], [])),
+            "Resample: the pointers of a side begin with 0 and do not fall",
+        )
+        for ptr in ([], [0], [1, 2], [0, 2, 1])
+    ),
+    (
+        lambda: resample(n().Side([0, 1], [0], [1.0]), n().Side([0, 2], [0], [1.0])),
+        "Resample: a side has as many entries and weights as its pointers say",
+    ),
+    (
+        lambda: resample(n().Side([0, 1], [0], []), n().Side([0, 0], [], [])),
+        "Resample: a side has as many entries and weights as its pointers say",
+    ),
+    *(
+        (
+            lambda groups=groups: n().GroupMoments(
+                images=n().Images(2, 3, 4, 4, 4), groups=groups, eps=0.1, x=0, moments=1
+            ),
+            "GroupMoments: groups have the same number of channels",
+        )
+        for groups in (-1, 0, 2, 6)
     ),
     (
         lambda: n().Slice(

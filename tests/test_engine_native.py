@@ -740,6 +740,84 @@ def test_global_mean(program: Program, panel: int) -> None:
     close(unlay(program[dx], SHAPE, panel), (dy / 18)[:, :, None, None].expand(SHAPE))
 
 
+def side(matrix: Tensor) -> Any:
+    """How the pixels of one side, the columns of a matrix, are summed; a row for each of the output."""
+    entries = matrix.nonzero()
+    ptr = [0, *(matrix != 0).sum(1).cumsum(0).tolist()]
+    weights = matrix[entries[:, 0], entries[:, 1]].tolist()
+    return native.module().Side(ptr, entries[:, 1].tolist(), weights)
+
+
+@pytest.mark.parametrize("panel", PANELS)
+@pytest.mark.parametrize("size", [(1, 1), (3, 7), (8, 2)])
+def test_resampling(program: Program, panel: int, size: tuple[int, int]) -> None:
+    x = normal(*SHAPE).requires_grad_()
+    down, across = normal(size[0], SHAPE[2], seed=2), normal(size[1], SHAPE[3], seed=3)
+    down[down.abs() < 0.5], across[0] = 0, 0  # some pixels are sums of nothing
+    expected = torch.einsum("hi,ncij,wj->nchw", down, x, across)
+    dy = normal(*expected.shape, seed=1)
+    (right,) = torch.autograd.grad(expected, x, dy)
+    y, dx = program.empty(dy.numel()), program.empty(x.numel())
+    sides = {"down": side(down), "across": side(across)}
+    back = {"down": side(down.t()), "across": side(across.t())}
+    step = program.native.Resample
+    program.run(
+        step(images=images(SHAPE, panel), **sides, x=program.add(lay(x, panel)), y=y),
+        step(images=images(dy.shape, panel), **back, x=program.add(lay(dy, panel)), y=dx),
+    )
+    close(unlay(program[y], expected.shape, panel), expected)
+    close(unlay(program[dx], SHAPE, panel), right)
+
+
+@pytest.mark.parametrize("panel", PANELS)
+@pytest.mark.parametrize(
+    ("shape", "groups"), [((16, 6, 3, 5), 2), ((16, 4, 5, 1), 4), ((32, 3, 1, 2), 1)]
+)
+@pytest.mark.parametrize("affine", [False, True])
+def test_moments_of_groups(
+    program: Program, panel: int, shape: tuple[int, ...], groups: int, affine: bool
+) -> None:
+    batch, channels, *_ = shape
+    x = (2 * normal(*shape) + 1).requires_grad_()
+    weight = normal(channels, seed=1).requires_grad_() if affine else None
+    grouped = x.reshape(batch, groups, -1)
+    mean, inverse = grouped.mean(2), (grouped.var(2, unbiased=False) + EPS).rsqrt()
+    means, scales = (v.repeat_interleave(channels // groups, 1) for v in (mean, inverse))
+    expected = torch.cat([means, scales if weight is None else scales * weight], 1)
+    dmoments, more = normal(*expected.shape, seed=2), normal(*shape, seed=3)
+    wanted = [x] if weight is None else [x, weight]
+    right = torch.autograd.grad(expected, wanted, dmoments)
+    by_sample = (batch, -1, 1, 1)
+    ids = {"x": program.add(lay(x, panel))}
+    ids |= {} if weight is None else {"weight": program.add(weight)}
+    numbers = torch.float32 if program.dtype is torch.bfloat16 else program.dtype
+    moments, saved, dweight = (
+        program.empty(n, dtype=numbers) for n in (expected.numel(), mean.numel(), channels)
+    )
+    dx, n = program.empty(x.numel()), program.native
+    sizes = {"images": images(shape, panel), "groups": groups}
+    given = {"dmoments": program.add(lay(dmoments.view(by_sample), panel)), "moments": moments}
+    program.run(
+        n.GroupMoments(**sizes, **ids, eps=EPS, moments=moments, inverse=saved),
+        n.GroupMomentsBackward(
+            *(),
+            **sizes,
+            **ids,
+            **given,
+            inverse=saved,
+            more=program.add(lay(more, panel)),
+            dx=dx,
+            dweight=dweight,
+        ),
+    )
+    found = unlay(program[moments], (*expected.shape, 1, 1), panel)
+    close(found.flatten(1), expected)
+    close(unlay(program[saved], (batch, groups, 1, 1), panel).flatten(1), inverse)
+    close(unlay(program[dx], shape, panel), right[0] + more, 4)
+    if weight is not None:
+        close(program[dweight], right[1], 4)
+
+
 @pytest.mark.parametrize("panel", PANELS)
 @pytest.mark.parametrize("steps", [(1, 1), (2, 2), (1, 2), (4, 1), (9, 9)])
 @pytest.mark.parametrize("around", [(0, 0), (2, 3)])

@@ -90,6 +90,11 @@ def _mixed(m: Any, x: Tensor) -> Tensor:
     return y.permute(0, 2, 1).view(x.shape)
 
 
+def _shuffled(x: Tensor) -> Tensor:
+    groups = x.reshape(x.shape[0], 2, -1, *x.shape[2:]).transpose(1, 2)
+    return groups.contiguous().view(x.shape) if x.shape[0] % 2 else groups.reshape(x.shape)
+
+
 # Every one takes and gives (N, CHANNELS, SIZE, SIZE).
 UNARY: dict[str, Any] = {
     "conv0": lambda m, x: m.convs[0](x),
@@ -110,6 +115,16 @@ UNARY: dict[str, Any] = {
     "cat": lambda m, x: torch.cat(x.chunk(3, 1)[::-1], 1),
     "mul": lambda m, x: x * 0.5,
     "pool up": lambda m, x: F.interpolate(F.max_pool2d(x, 2, 2, 0, 1, True), x.shape[2:]),
+    "resize": lambda m, x: F.interpolate(
+        F.adaptive_avg_pool2d(x, 3), x.shape[2:], mode="bilinear", align_corners=True
+    ),
+    "reflect": lambda m, x: F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), 3, 1),
+    "moved": lambda m, x: F.pad(x, (-1, 1, 1, -1)),
+    "group norm": lambda m, x: m.group_norm(x),
+    "instance norm": lambda m, x: F.silu(F.instance_norm(x)),
+    "shuffle": lambda m, x: _shuffled(torch.cat([x, F.relu(x)], 1))[:, :CHANNELS],
+    "channels": lambda m, x: F.channel_shuffle(x, CHANNELS) + x.contiguous(),
+    "flip": lambda m, x: torch.flip(x, (2, 3)),
     "narrow": lambda m, x: torch.cat([x[:, 1:], torch.narrow(x, 1, 0, 1)], 1),
     "split": lambda m, x: torch.cat([F.relu(part) for part in x.split(2, 1)], 1),
     "depthwise": lambda m, x: m.depthwise(x),
@@ -192,7 +207,7 @@ class Program(nn.Module):
         self.inner = Inner()
         self.token, self.out = nn.Linear(CHANNELS, 5), nn.Linear(5, CHANNELS)
         self.places, self.rows = nn.Linear(SIZE * SIZE, SIZE * SIZE), nn.Linear(SIZE, SIZE)
-        self.layer_norm = nn.LayerNorm(CHANNELS)
+        self.layer_norm, self.group_norm = nn.LayerNorm(CHANNELS), nn.GroupNorm(1, CHANNELS)
         self.steps, self.kept = steps, []
 
     def forward(self, x: Tensor) -> Any:

@@ -226,6 +226,21 @@ class Padding:
         right: int = ...,
     ) -> None: ...
 
+class Side:
+    fields: ClassVar[tuple[str, ...]]
+    @property
+    def ptr(self) -> list[int]: ...
+    @property
+    def pixels(self) -> list[int]: ...
+    @property
+    def weight(self) -> list[float]: ...
+    def __init__(
+        self,
+        ptr: list[int],
+        pixels: list[int],
+        weight: list[float],
+    ) -> None: ...
+
 class Pool:
     fields: ClassVar[tuple[str, ...]]
     @property
@@ -935,6 +950,71 @@ class RowSums(Step):
         wide: bool = ...,
     ) -> None: ...
 
+class GroupMoments(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def eps(self) -> float: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def moments(self) -> int: ...
+    @property
+    def inverse(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        groups: int,
+        eps: float,
+        weight: int = ...,
+        x: int,
+        moments: int,
+        inverse: int = ...,
+        wide: bool = ...,
+    ) -> None: ...
+
+class GroupMomentsBackward(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def weight(self) -> int: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def moments(self) -> int: ...
+    @property
+    def inverse(self) -> int: ...
+    @property
+    def dmoments(self) -> int: ...
+    @property
+    def more(self) -> int: ...
+    @property
+    def dx(self) -> int: ...
+    @property
+    def dweight(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        groups: int,
+        weight: int = ...,
+        x: int,
+        moments: int,
+        inverse: int,
+        dmoments: int,
+        more: int = ...,
+        dx: int = ...,
+        dweight: int = ...,
+        wide: bool = ...,
+    ) -> None: ...
+
 class MaxPool(Step):
     @property
     def pool(self) -> Pool: ...
@@ -1128,6 +1208,28 @@ class PadBackward(Step):
         padding: Padding,
         dy: int,
         dx: int,
+        wide: bool = ...,
+    ) -> None: ...
+
+class Resample(Step):
+    @property
+    def images(self) -> Images: ...
+    @property
+    def down(self) -> Side: ...
+    @property
+    def across(self) -> Side: ...
+    @property
+    def x(self) -> int: ...
+    @property
+    def y(self) -> int: ...
+    def __init__(
+        self,
+        *,
+        images: Images,
+        down: Side,
+        across: Side,
+        x: int,
+        y: int,
         wide: bool = ...,
     ) -> None: ...
 
@@ -1398,12 +1500,12 @@ class Plan:
         self,
         first: int,
         last: int,
-        addresses: Sequence[int],
-        elements: Sequence[int],
+        addresses: list[int],
+        elements: list[int],
         arena: int = ...,
         arena_bytes: int = ...,
-        scalars: Sequence[float] = ...,
-        seeds: Sequence[int] = ...,
+        scalars: list[float] = ...,
+        seeds: list[int] = ...,
         threads: int = ...,
     ) -> None: ...
 

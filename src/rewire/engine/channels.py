@@ -8,6 +8,10 @@ Kernels know images (N, C, H, W) and rows (R, C). A recorded graph has values of
 * what a permutation has made of an image (N, C, H, W), or of (N, C, T), is ``last``: still (N, C, places),
   and linear layers and norms work on its second dimension.
 
+A group norm is what measures its ``group_moments``, and operations element by element that others fuse with.
+Channels that a view has put in groups, (N, groups, C, H, W), stay (N, channels, H, W), and a permutation of both is a
+``shuffle``.
+
 Between them, and where a value leaves the region, are views and transpositions of every sample (``turn``).
 """
 
@@ -19,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rewire.engine import graph as ir
-from rewire.engine.graph import Graph, Node, Ref
+from rewire.engine.graph import Graph, Node, Ref, numbers
 from rewire.engine.rules import POINTWISE
 
 PLACES = 32
@@ -49,7 +53,7 @@ def channels_second(graph: Graph) -> Rewritten:
 def _is_known(node: Node) -> bool:
     """Whether kernels take a node as it is."""
     dims = len(node.shape)
-    return node.op not in ("layer_norm", "permute") and (
+    return node.op not in ("layer_norm", "group_norm", "permute", "clone") and (
         dims == 2 or (dims == 4 and node.op != "linear")
     )
 
@@ -64,6 +68,7 @@ class _Rewriting:
         self.plain: dict[int, int] = {~k: ~k for k in range(len(graph.inputs))}  # as it is
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
+        self.joined: dict[int, int] = {}  # what has its channels in groups
 
     def result(self) -> Rewritten:
         handlers = dict.fromkeys(POINTWISE, self._pointwise) | {
@@ -71,6 +76,8 @@ class _Rewriting:
             "dropout": self._dropout,
             "linear": self._linear,
             "layer_norm": self._layer_norm,
+            "group_norm": self._group_norm,
+            "clone": self._clone,
             "view": self._view,
             "permute": self._permute,
         }
@@ -80,12 +87,23 @@ class _Rewriting:
         outputs = []
         for ref in self.graph.outputs:
             self.node = ref
-            outputs.append(self.as_plain(ref))
+            found = self.as_plain(ref)
+            if found in outputs:  # memory of its own
+                found = self.add("affine", ir.Affine(1.0, 0.0), (found,), self.shape(ref))
+            outputs.append(found)
         return Rewritten(Graph(tuple(self.nodes), self.graph.inputs, tuple(outputs)), self.origin)
 
-    def add(self, op: str, attrs: Any, inputs: tuple[Ref, ...], shape: tuple[int, ...]) -> int:
+    def add(
+        self,
+        op: str,
+        attrs: Any,
+        inputs: tuple[Ref, ...],
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+    ) -> int:
         grad = any(ref is not None and self._requires_grad(ref) for ref in inputs)
-        dtype = attrs.dtype if op == "cast" else self._dtype(inputs[0])
+        if dtype is None:
+            dtype = attrs.dtype if op == "cast" else self._dtype(inputs[0])
         self.nodes.append(Node(op, attrs, inputs, shape, grad, dtype))
         self.origin.append(self.node)
         return len(self.nodes) - 1
@@ -107,6 +125,8 @@ class _Rewriting:
             shape = self.shape(ref)
             if ref in self.rows:
                 found = self.view(self.rows[ref], shape)
+            elif ref in self.joined:
+                found = self.view(self.joined[ref], shape)
             else:
                 found = self.add("turn", Turn(shape[-1]), (self.last[ref],), shape)
             self.plain[ref] = found
@@ -128,6 +148,12 @@ class _Rewriting:
         given = self.nodes[ref].shape if ref >= 0 else self.graph.inputs[~ref].shape
         return ref if given == shape else self.add("view", ir.View(shape), (ref,), shape)
 
+    def cast(self, ref: int, dtype: torch.dtype) -> int:
+        if self._dtype(ref) is dtype:
+            return ref
+        shape = self.nodes[ref].shape if ref >= 0 else self.graph.inputs[~ref].shape
+        return self.add("cast", ir.Cast(dtype), (ref,), shape, dtype)
+
     # Operations
 
     def _plain(self, node: Node) -> None:
@@ -140,7 +166,8 @@ class _Rewriting:
         rows = (math.prod(node.shape[:-1]), node.shape[-1])
         tokens = len(node.shape) not in (2, 4)
         known = any(ref in self.rows for ref in read)
-        if not all(self._along_last(ref, node.shape) for ref in read):
+        by_row = [ref for ref in read if self._by_row(ref, node.shape)]
+        if not all(ref in by_row or self._along_last(ref, node.shape) for ref in read):
             self._broadcast(node, read)
         elif not known and all(ref in self.last for ref in read):
             inputs = tuple(map(self.as_last, read))
@@ -156,10 +183,28 @@ class _Rewriting:
         given = self.shape(ref)
         return given == shape or (math.prod(given[:-1]) == 1 and given[-1:] == shape[-1:])
 
+    def _by_row(self, ref: int, shape: tuple[int, ...]) -> bool:
+        """Whether an operand has one number for each sample or each row of tokens, and no gradient."""
+        given, places = self.shape(ref), math.prod(shape[1:-1])
+        known = self.graph.nodes[ref] if ref >= 0 else self.graph.inputs[~ref]
+        if len(shape) < 3 or len(given) != len(shape) or known.requires_grad:
+            return False
+        tokens = len(shape) != 4 or any(r in self.rows for r in self.graph.nodes[self.node].inputs)
+        one = given[0] == shape[0] > 1 and given[-1] == 1 < shape[-1] and places > 1
+        return tokens and one and given[1:-1] in ((1,) * (len(shape) - 2), shape[1:-1])
+
     def _operand(self, ref: int, shape: tuple[int, ...]) -> int:
         """What a value of some shape reads, as rows."""
-        if self.shape(ref) == shape:
+        given, rows = self.shape(ref), math.prod(shape[:-1])
+        if given == shape:
             return self.as_rows(ref)
+        if self._by_row(ref, shape):
+            batch, places = shape[0], rows // shape[0]
+            image = self.view(self.as_plain(ref), (batch, 1, math.prod(given) // batch, 1))
+            if given[:-1] != shape[:-1]:  # one number for each sample
+                repeat = ir.Resample("size", places, 1, "nearest")
+                image = self.add("resample", repeat, (image,), (batch, 1, places, 1))
+            return self.view(image, (rows, 1))
         return self.view(self.as_plain(ref), shape[-1:])
 
     def _broadcast(self, node: Node, read: list[int]) -> None:
@@ -214,6 +259,36 @@ class _Rewriting:
             shape = (math.prod(node.shape[:-1]), node.shape[-1])
             self._keep_rows(self.add("channel_norm", node.attrs, inputs, shape))
 
+    def _group_norm(self, node: Node) -> None:
+        source, weight, bias = node.inputs
+        assert source is not None
+        x, kind, shape = self.as_plain(source), numbers(node.dtype), node.shape
+        batch, channels, *image = shape
+        ones = (1,) * len(image)
+        moments = self.add(
+            "group_moments", node.attrs, (x, weight), (batch, 2 * channels, *ones), kind
+        )
+        mean, factor = (
+            self.add(
+                "narrow", ir.Narrow(first, first + channels), (moments,), (batch, channels, *ones)
+            )
+            for first in (0, channels)
+        )
+        y = self.add("sub", ir.NOTHING, (self.cast(x, kind), mean), shape)
+        y = self.add("mul", ir.NOTHING, (y, factor), shape)
+        if bias is not None:
+            shift = self.cast(self.view(bias, (channels, *ones)), kind)
+            y = self.add("add", ir.NOTHING, (y, shift), shape)
+        self.plain[self.node] = self.cast(y, node.dtype)
+
+    def _clone(self, node: Node) -> None:
+        """Nothing changes a value of a plan, so it is the same one."""
+        (source,) = node.inputs
+        assert source is not None
+        for kind in (self.plain, self.rows, self.last, self.joined):
+            if source in kind:
+                kind[self.node] = kind[source]
+
     def _keep_rows(self, ref: int) -> None:
         (self.plain if len(self.graph.nodes[self.node].shape) == 2 else self.rows)[self.node] = ref
 
@@ -224,6 +299,10 @@ class _Rewriting:
         if rows is not None and node.shape[-1] == self.shape(source)[-1]:
             kept = self.plain if len(node.shape) == 2 else self.rows
             kept[self.node] = rows
+        elif source in self.joined and node.shape == self._together(source):
+            self.plain[self.node] = self.joined[source]
+        elif len(node.shape) == 5 and self._together(self.node) == self.shape(source):
+            self.joined[self.node] = self.as_plain(source)
         else:
             self.plain[self.node] = self.view(self.as_plain(source), node.shape)
 
@@ -231,7 +310,15 @@ class _Rewriting:
         (source,) = node.inputs
         assert source is not None
         attrs: Any = node.attrs
-        if source in self.last and attrs.dims[1] == len(node.shape) - 1:  # what was last is second
+        if len(node.shape) == 5:
+            if source not in self.joined:
+                self.joined[source] = self.view(self.as_plain(source), self._together(source))
+            shuffle = ir.Shuffle(self.shape(source)[1])
+            inputs = (self.joined[source],)
+            self.joined[self.node] = self.add("shuffle", shuffle, inputs, self._together(source))
+        elif (
+            source in self.last and attrs.dims[1] == len(node.shape) - 1
+        ):  # what was last is second
             self.plain[self.node] = self.view(self.last[source], node.shape)
         elif (
             attrs.dims[-1] == 1 and math.prod(node.shape[1:-1]) >= PLACES
@@ -240,6 +327,11 @@ class _Rewriting:
         else:
             turn = Turn(math.prod(self.shape(source)[1 : attrs.dims[1]]))
             self.plain[self.node] = self.add("turn", turn, (self.as_plain(source),), node.shape)
+
+    def _together(self, ref: int) -> tuple[int, ...]:
+        """The shape of images whose channels are in groups without these."""
+        batch, groups, channels, *image = self.shape(ref)
+        return (batch, groups * channels, *image)
 
 
 def _second(shape: tuple[int, ...]) -> tuple[int, ...]:

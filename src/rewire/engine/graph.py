@@ -128,6 +128,13 @@ class LayerNorm(NamedTuple):
     centered: bool
 
 
+class GroupNorm(NamedTuple):
+    """Of ``group_norm`` (x, weight, bias), x being (N, C, H, W) or (N, C)."""
+
+    groups: int
+    eps: float
+
+
 class Pool(NamedTuple):
     """Of ``max_pool2d`` (x)."""
 
@@ -172,6 +179,22 @@ class Pad(NamedTuple):
 
     amounts: tuple[int, ...]
     value: float
+
+
+class Resample(NamedTuple):
+    """Of ``resample`` (x): images whose pixels are weighted sums of pixels of x, along columns and along rows."""
+
+    kind: str  # size or scale: F.interpolate; pad: F.pad; mean: F.adaptive_avg_pool2d
+    down: Any  # what it says about rows: their number, their factor, or (before, after)
+    across: Any  # and about columns
+    mode: str = ""  # that of F.interpolate, or of F.pad
+    align_corners: bool | None = None
+
+
+class Shuffle(NamedTuple):
+    """Of ``shuffle`` (x): the first channels of all groups, then the second ones, and so on."""
+
+    groups: int
 
 
 class View(NamedTuple):

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rewire.engine import graph as ir
+from rewire.engine.resampling import resample
 from rewire.engine.run import Data
 from rewire.ops import eager, layout, native
 from rewire.ops.reference import convolution
@@ -67,6 +68,23 @@ def _layer_norm(
     if weight is None or weight.dtype is x.dtype:
         return F.rms_norm(x, x.shape[-1:], weight, a.eps)
     return F.rms_norm(x.to(weight.dtype), x.shape[-1:], weight, a.eps).to(x.dtype)
+
+
+def _group_norm(
+    a: ir.GroupNorm, data: Data, x: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> Tensor:
+    return F.group_norm(x, a.groups, weight, bias, a.eps)
+
+
+def _resample(a: ir.Resample, data: Data, x: Tensor) -> Tensor:
+    with _without_autocast():
+        return resample(a, x)
+
+
+def _shuffle(a: ir.Shuffle, data: Data, x: Tensor) -> Tensor:
+    batch, channels, *image = x.shape
+    split = x.reshape(batch, a.groups, channels // a.groups, *image)
+    return split.transpose(1, 2).reshape(x.shape)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor, float, float], Tensor]] = {
@@ -129,6 +147,7 @@ EAGER: dict[str, Eager] = {
     "linear": _linear,
     "batch_norm": _batch_norm,
     "layer_norm": _layer_norm,
+    "group_norm": _group_norm,
     "cast": lambda a, data, x: x.to(a.dtype),
     "relu": lambda a, data, x: F.relu(x),
     "activation": lambda a, data, x: ACTIVATIONS[a.kind](x, a.p, a.q),
@@ -144,6 +163,9 @@ EAGER: dict[str, Eager] = {
     "mean": lambda a, data, x: x.mean((2, 3), keepdim=a.keepdim),
     "slice": lambda a, data, x: x[:, :, :: a.down, :: a.across],
     "narrow": lambda a, data, x: x[:, a.first : a.last],
+    "resample": _resample,
+    "clone": lambda a, data, x: x.clone(memory_format=torch.contiguous_format),
+    "shuffle": _shuffle,
     "cat": lambda a, data, *parts: torch.cat(parts, 1),
     "pad": _pad,
     "view": lambda a, data, x: x.reshape(a.shape),

@@ -24,7 +24,7 @@ from rewire.ops.topology import Topology
 
 _ABSENT = -1
 _SIZES = {"geometry": "Geometry", "pool": "Pool", "images": "Images", "slicing": "Thinning"}
-_SIZES |= {"padding": "Padding"}
+_SIZES |= {"padding": "Padding", "down": "Side", "across": "Side"}
 _OPERANDS = {"topology": "TopologyOperands", "norm": "NormOperands", "before": "InputNorm"}
 _OPERANDS |= {"deferred": "DeferredGradient", "dnorm": "NormGradientOperands"}
 _OPERANDS |= {"reads": "Access", "norms": "NormOperands", "program": "Instruction"}
@@ -124,6 +124,8 @@ def _wide(step: Step) -> dict[str, bool]:
         given = step.arguments
         pairs = {"wide_x": given["x"], "wide_y": given.get("dy", given.get("out_y"))}
         return {name: buffer.dtype is torch.float32 for name, buffer in pairs.items()}
+    if step.name.startswith("GroupMoments"):  # these are numbers anyway
+        return {"wide": step.arguments["x"].dtype is torch.float32}
     floats = [buffer for buffer in step.buffers() if buffer.dtype.is_floating_point]
     values = [buffer for buffer in floats if buffer.layout is not Layout.FLAT] or floats
     (dtype,) = {buffer.dtype for buffer in values}

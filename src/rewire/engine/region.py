@@ -34,7 +34,7 @@ _CHANGED = (
 _OPERANDS = {
     **dict.fromkeys(("conv2d", "linear"), ("input", "values", "bias")),
     "batch_norm": ("input", "weight", "bias", "running_mean", "running_var"),
-    "layer_norm": ("input", "weight", "bias"),
+    **dict.fromkeys(("layer_norm", "group_norm"), ("input", "weight", "bias")),
     "add": ("first operand", "second operand"),
 }
 

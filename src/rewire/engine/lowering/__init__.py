@@ -15,6 +15,7 @@ from rewire.engine.channels import channels_second
 from rewire.engine.graph import Graph
 from rewire.engine.lowering import (
     elementwise,
+    group_norms,
     images,
     norms,
     pointwise,
@@ -37,11 +38,14 @@ LOWER: dict[str, LowerNode] = {
     "max_pool2d": images.max_pool2d,
     "avg_pool2d": images.avg_pool2d,
     "mean": images.mean,
+    "resample": images.resample,
     "slice": images.slice_,
     "pad": images.pad,
     "view": shapes.view,
     "narrow": shapes.narrow,
     "cat": shapes.cat,
+    "shuffle": shapes.shuffle,
+    "group_moments": group_norms.group_moments,
     "channel_norm": tokens.channel_norm,
     "turn": tokens.turn,
 }

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from rewire.engine import rules
-from rewire.engine.graph import Node
+from rewire.engine.graph import Node, numbers
 from rewire.engine.lowering.base import Lowering, attrs_of
 from rewire.engine.lowering.norms import norm_gradients, pass_norm
 from rewire.engine.lowering.shapes import reshaped
 from rewire.engine.plan import Buffer, Layout
+from rewire.engine.resampling import side, transposed
 
 
 def unary(
@@ -105,6 +106,24 @@ def mean(low: Lowering, index: int, node: Node) -> None:
             dy = low.relayout(reshaped(low, dy, means.shape, index), Layout.BATCH_LAST, index)
             dx = low.like(x)
             low.emit("GlobalMeanBackward", index, images=low.images(x), dy=dy, out_dx=dx)
+            low.contribute(node.inputs[0], dx)
+
+    low.backwards.append(backward)
+
+
+def resample(low: Lowering, index: int, node: Node) -> None:
+    x, attrs, kind = low.source(node), attrs_of(node), numbers(node.dtype)
+    _, _, *size = x.shape
+    down, across = (side(attrs, rows, n, kind) for rows, n in zip((True, False), size, strict=True))
+    y = low.stored[index] = low.new(node.shape, node.dtype)
+    low.emit("Resample", index, images=low.images(x), down=down, across=across, x=x, out_y=y)
+
+    def backward() -> None:
+        dy = low.gradient(index)
+        if dy is not None:
+            dx, back = low.like(x), (transposed(down, size[0]), transposed(across, size[1]))
+            sizes = {"images": low.images(dy), "down": back[0], "across": back[1]}
+            low.emit("Resample", index, "gradient", **sizes, x=dy, out_y=dx)
             low.contribute(node.inputs[0], dx)
 
     low.backwards.append(backward)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rewire.engine.graph import Node
 from rewire.engine.lowering.base import Lowering, attrs_of, length
 from rewire.engine.lowering.pointwise import copy
@@ -78,3 +80,40 @@ def narrow(low: Lowering, index: int, node: Node) -> None:
             low.contribute(source, dx)
 
     low.backwards.append(backward)
+
+
+def shuffle(low: Lowering, index: int, node: Node) -> None:
+    groups, channels = attrs_of(node).groups, node.shape[1]
+    low.stored[index] = _shuffled(low, low.source(node), groups, index)
+
+    def backward() -> None:
+        dy = low.gradient(index)
+        if dy is not None:
+            low.contribute(node.inputs[0], _shuffled(low, dy, channels // groups, index))
+
+    low.backwards.append(backward)
+
+
+def _shuffled(low: Lowering, x: Buffer, groups: int, node: int) -> Buffer:
+    """The first channels of all groups, then the second ones: a copy of runs in another order."""
+    y, (panels, channels, height, width, panel, in_panels) = low.like(x), low.images(x)
+    rows, run = (panels * height, width * panel) if in_panels else (1, height * width * panel)
+    each = channels // groups
+    low.emit(
+        "Pointwise",
+        node,
+        loops=(rows, groups, each, 1, run),
+        channel=0,
+        panel_rows=1,
+        reads=[_runs(x, channels * run, each * run, run)],
+        norms=[],
+        program=[{"op": "affine", "out": 1, "a": 0, "p": 1.0}],
+        out_writes=[{"slot": 1, **_runs(y, channels * run, run, groups * run)}],
+        out_sums=[],
+        norm_sums=[],
+    )
+    return y
+
+
+def _runs(x: Buffer, *strides: int) -> dict[str, Any]:
+    return {"operand": x, "strides": (*strides, 0, 1), "offset": 0}

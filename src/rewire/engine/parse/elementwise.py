@@ -216,6 +216,19 @@ def _dropout(input: Any, p: Any = 0.5, training: bool = True, inplace: bool = Fa
     return region.rename(input, new) if inplace and new is not No else new
 
 
+def _dropout2d(input: Any, p: Any = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Of whole channels, with torch's own noise."""
+    if type(input) is not LazyTensor or type(p) not in (int, float) or not 0 <= p < 1:
+        return No
+    shape = shape_of(input)
+    if len(shape) != 4 or 0 in shape:
+        return No
+    if not training or p == 0:
+        return input
+    noise = torch.empty((*shape[:2], 1, 1), dtype=dtype_of(input), device="cpu")
+    return _binary("mul", inplace, input, noise.bernoulli_(1 - p).div_(1 - p))
+
+
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.relu, torch.relu, Tensor.relu), _relu),
     **dict.fromkeys((F.relu_, torch.relu_, Tensor.relu_), _relu_),
@@ -244,4 +257,5 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.div, torch.divide, Tensor.div, Tensor.__truediv__), _div),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _div_),
     F.dropout: _dropout,
+    F.dropout2d: _dropout2d,
 }

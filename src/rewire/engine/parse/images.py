@@ -15,6 +15,7 @@ from torch.nn import Parameter
 from rewire.engine import graph as ir
 from rewire.engine.lazy import LazyTensor
 from rewire.engine.parse.base import No, cast, dtype_of, may_read, shape_of, unary
+from rewire.engine.parse.resampling import pad_with_pixels, resampled
 from rewire.engine.scope import recording
 from rewire.ops.precision import input_dtype
 from rewire.ops.reference import convolution
@@ -104,9 +105,21 @@ def _adaptive_avg_pool2d(input: Any, output_size: Any) -> Any:
     out = [shape[2 + a] if n is None else n for a, n in enumerate(wanted)]
     if out == [1, 1]:
         return _mean(input, (2, 3), True)
-    if min(out) < 1 or shape[2] % out[0] or shape[3] % out[1]:
+    if min(out) < 1:
         return No
+    if shape[2] % out[0] or shape[3] % out[1]:
+        return resampled(input, ir.Resample("mean", *out))
     return _avg_pool2d(input, (shape[2] // out[0], shape[3] // out[1]))
+
+
+def _adaptive_max_pool2d(input: Any, output_size: Any, return_indices: bool = False) -> Any:
+    """Where the windows are all of one size."""
+    shape, out = shape_of(input), _pair(output_size)
+    if return_indices or len(shape) != 4 or out is None or min(out) < 1:
+        return No
+    if shape[2] % out[0] or shape[3] % out[1]:
+        return No
+    return _max_pool2d(input, (shape[2] // out[0], shape[3] // out[1]))
 
 
 def _mean(
@@ -123,8 +136,10 @@ def _mean(
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
     shape = shape_of(input)
-    if mode != "constant" or len(shape) != 4 or not isinstance(pad, (tuple, list)):
+    if len(shape) != 4 or not isinstance(pad, (tuple, list)):
         return No
+    if mode != "constant" or (not value and any(n < 0 for n in pad)):
+        return pad_with_pixels(input, pad, mode)
     if not 0 < len(pad) <= 8 or len(pad) % 2:
         return No
     if not all(type(n) is int and n >= 0 for n in pad):
@@ -149,7 +164,9 @@ def _conv2d(
 ) -> Any:
     """A dense convolution in small groups: a sparse one that has all connections inside of them."""
     shape = shape_of(input)
-    if type(input) is not LazyTensor or type(weight) is not Parameter or len(shape) != 4:
+    if type(input) is not LazyTensor or type(weight) not in (Parameter, Tensor) or len(shape) != 4:
+        return No
+    if weight.dim() != 4:
         return No
     out_channels, channels, *kernel = weight.shape
     sizes = [_pair(size) for size in (stride, padding, dilation)]
@@ -206,6 +223,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.max_pool2d, torch.max_pool2d), _max_pool2d),
     F.avg_pool2d: _avg_pool2d,
     F.adaptive_avg_pool2d: _adaptive_avg_pool2d,
+    F.adaptive_max_pool2d: _adaptive_max_pool2d,
     **dict.fromkeys((torch.mean, Tensor.mean), _mean),
     F.pad: _pad,
 }

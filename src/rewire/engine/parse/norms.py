@@ -1,4 +1,4 @@
-"""Batch norms as nodes."""
+"""Batch norms, group norms and instance norms as nodes."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -80,4 +81,60 @@ def _may_be_lazy(buffer: Tensor) -> bool:
     return not buffer._is_view() and buffer._use_count() == 1  # type: ignore[attr-defined]
 
 
-FUNCTIONS: dict[Any, Callable[..., Any]] = {F.batch_norm: _batch_norm}
+def _group_norm(
+    input: Any,
+    num_groups: Any,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    if type(input) is not LazyTensor or type(num_groups) is not int or num_groups < 1:
+        return No
+    shape = shape_of(input)
+    if len(shape) not in (2, 4) or 0 in shape or shape[1] % num_groups:
+        return No
+    if math.prod(shape) == num_groups:  # nothing to normalise: torch says so
+        return No
+    for tensor in (weight, bias):
+        if tensor is not None and not _is_vector(tensor, shape[1]):
+            return No
+    dtype = dtype_of(input)
+    region = recording(dtype)
+    if region is None or not are_parameters(dtype, weight, bias):
+        return No
+    attrs = ir.GroupNorm(num_groups, float(eps))
+    return region.append("group_norm", attrs, (input, weight, bias), shape, dtype)
+
+
+def _is_vector(tensor: Any, size: int) -> bool:
+    lazy = type(tensor) is LazyTensor
+    return not lazy and tensor.shape == (size,) and tensor.is_contiguous()
+
+
+def _instance_norm(
+    input: Any,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """A group norm of single channels, or what a batch norm does in evaluation mode."""
+    shape = shape_of(input)
+    if not use_input_stats:
+        return _batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+    if running_mean is not None or running_var is not None:
+        return No
+    if len(shape) != 4 or math.prod(shape[2:]) == 1:
+        return No
+    return _group_norm(input, shape[1], weight, bias, eps)
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _batch_norm,
+    **dict.fromkeys((F.group_norm, torch.group_norm), _group_norm),
+    F.instance_norm: _instance_norm,
+}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -130,8 +131,17 @@ def _view(input: Any, *shape: Any, **keywords: Any) -> Any:
     return unary("view", ir.View(tuple(out)), input, tuple(out))
 
 
-def _reshape(input: Any, shape: Any) -> Any:
-    return _view(input, shape)
+def _reshape(input: Any, *shape: Any, **keywords: Any) -> Any:
+    """As a view; shuffled channels are copied, as torch does where there is more than one in a group."""
+    if type(input) is LazyTensor and len(shape_of(input)) == 5 and is_view(input):
+        batch, *split, height, width = shape_of(input)
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
+        merged = tuple(wanted) in (
+            (batch, math.prod(split), height, width),
+            (batch, -1, height, width),
+        )
+        input = _contiguous(input) if merged and min(split) > 1 else No
+    return No if input is No else _view(input, *shape, **keywords)
 
 
 def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
@@ -149,7 +159,30 @@ def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
 
 
 def _contiguous(input: Any, *, memory_format: Any = torch.contiguous_format) -> Any:
-    return input if memory_format is torch.contiguous_format and not is_view(input) else No
+    if memory_format is not torch.contiguous_format or type(input) is not LazyTensor:
+        return No
+    return unary("clone", ir.NOTHING, input, shape_of(input)) if is_view(input) else input
+
+
+def _clone(input: Any, *, memory_format: Any = torch.preserve_format) -> Any:
+    kept = memory_format is torch.preserve_format and not is_view(input)
+    if not kept and memory_format is not torch.contiguous_format:
+        return No
+    return unary("clone", ir.NOTHING, input, shape_of(input))
+
+
+def _channel_shuffle(input: Any, groups: Any) -> Any:
+    shape = shape_of(input)
+    if len(shape) != 4 or type(groups) is not int or groups < 1 or shape[1] % groups:
+        return No
+    return unary("shuffle", ir.Shuffle(groups), input, shape)
+
+
+def _new(make: Callable[..., Tensor], input: Any, *size: Any, **options: Any) -> Any:
+    """An ordinary tensor like a lazy one, of which no numbers are needed."""
+    if not {*options} <= {"dtype", "requires_grad"} or type(input) is not LazyTensor:
+        return No
+    return make(*size, **{"dtype": dtype_of(input), "device": "cpu"} | options)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
@@ -159,8 +192,12 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.narrow, Tensor.narrow), _narrow),
     Tensor.__getitem__: _getitem,
     Tensor.view: _view,
-    Tensor.reshape: _view,
-    torch.reshape: _reshape,
+    **dict.fromkeys((torch.reshape, Tensor.reshape), _reshape),
     **dict.fromkeys((torch.flatten, Tensor.flatten), _flatten),
     Tensor.contiguous: _contiguous,
+    **dict.fromkeys((torch.clone, Tensor.clone), _clone),
+    torch.channel_shuffle: _channel_shuffle,
+    Tensor.new_empty: partial(_new, torch.empty),
+    Tensor.new_zeros: partial(_new, torch.zeros),
+    Tensor.new_ones: partial(_new, torch.ones),
 }

@@ -19,6 +19,8 @@ CHANNELS_LAST = (0, 2, 3, 1)
 """Permutations that are recorded: of (N, C, H, W) to (N, H, W, C), back, and of the last two of three."""
 CHANNELS_SECOND = (0, 3, 1, 2)
 SWAPPED = (0, 2, 1)
+SHUFFLED = (0, 2, 1, 3, 4)
+"""Of channels in groups, (N, groups, C, H, W)."""
 
 
 def _layer_norm(
@@ -64,7 +66,9 @@ def _permute(input: Any, *dims: Any) -> Any:
     if len(wanted) != len(shape) or not all(type(dim) is int for dim in wanted):
         return No
     order = tuple(dim + len(shape) if dim < 0 else dim for dim in wanted)
-    if order not in (CHANNELS_LAST, CHANNELS_SECOND, SWAPPED) or _viewed(input):
+    if order == SHUFFLED and not _are_groups(input):
+        return No
+    if order not in (CHANNELS_LAST, CHANNELS_SECOND, SWAPPED, SHUFFLED) or _viewed(input):
         return No
     return unary("permute", ir.Permute(order), input, tuple(shape[dim] for dim in order))
 
@@ -75,13 +79,25 @@ def _viewed(x: Any) -> bool:
     return region is None or region.nodes[x._index][0] == "slice"
 
 
+def _are_groups(x: Any) -> bool:
+    """Whether ``x`` is images (N, C, H, W) with their channels in groups."""
+    if type(x) is not LazyTensor or x._region is None:
+        return False
+    nodes = x._region.nodes
+    op, _, (source, *_), shape, *_ = nodes[x._index]
+    if op != "view" or source < 0:
+        return False
+    given = nodes[source][3]
+    return len(given) == 4 and given[0] == shape[0] and given[2:] == shape[3:]
+
+
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
     dims = len(shape_of(input))
-    if dims != 3 or type(dim0) is not int or type(dim1) is not int:
+    if dims not in (3, 5) or type(dim0) is not int or type(dim1) is not int:
         return No
     if {dim0, dim1} not in ({1, 2}, {1, -1}, {-2, 2}, {-2, -1}):
         return No
-    return _permute(input, SWAPPED)
+    return _permute(input, SWAPPED if dims == 3 else SHUFFLED)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
