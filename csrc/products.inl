@@ -196,7 +196,7 @@ REWIRE_INLINE void sum_tile(const Sum<T>& p, const Runs& runs, const int32_t* pt
 #pragma GCC unroll 8
     for (int i = 0; i < V * P; i++) {
         if (p.relu) acc[i] = rectify<T>(acc[i]);
-        if constexpr (kSpread) spread.add(acc[i]);
+        if constexpr (kSpread) spread.add(stored<T>(acc[i]));
     }
     L::put(dst, dst_step, acc, rest, past);
 }

@@ -73,6 +73,13 @@ REWIRE_INLINE void store_narrow(bfloat16* p, Vec<float> v) {
 #endif
 }
 
+// What a store and a load make of it.
+template <class T>
+REWIRE_INLINE Vec<T> stored(Vec<T> v) {
+    if constexpr (std::is_same_v<T, bfloat16>) return (Vec<T>)(rounded(v) & 0xFFFF0000u);
+    else return v;
+}
+
 template <class T>
 REWIRE_INLINE Vec<T> load(const T* p) {
     if constexpr (std::is_same_v<T, bfloat16>) return load_narrow(p);

@@ -357,6 +357,35 @@ def test_every_instruction_set(way: str, isa: str) -> None:
         as_its_twin(BODIES[name], pure=way == "bfloat16")
 
 
+NOT_FINITE = [
+    "conv",
+    "products with ReLU",
+    "max pooling",
+    "average pooling",
+    "unit",
+    "mean",
+    "gate",
+]
+
+
+@pytest.mark.parametrize("name", [*NOT_FINITE, "linears with ReLU", "layer norm", "residual"])
+def test_nan_and_infinity_stay_where_they_are(name: str, isa: str) -> None:
+    """As in float32, forward and backward, of one sample each."""
+    found = []
+    for autocast in (False, True):
+        model, x = net(BODIES[name]).eval(), image()
+        x[1, 2, 3, 3], x[4, 0, 1, 2], x[6, 1, 5, 5] = torch.nan, torch.inf, -torch.inf
+        found.append(step(model, x, autocast))
+    single, half = found
+    for key, right in single.items():
+        if right is None:
+            continue
+        mine = half[key].float()
+        assert torch.equal(mine.isnan(), right.isnan()), key
+        assert torch.equal(mine.isinf(), right.isinf()), key
+    assert not single["output 0"].isfinite().all()
+
+
 @pytest.mark.usefixtures("no_panels")
 @pytest.mark.parametrize("name", ["units", "residual", "layer norm of float32", "gate"])
 def test_without_panels(name: str) -> None:

@@ -18,18 +18,24 @@ from rewire.methods.site import Site
 from rewired import METHODS
 from rewirings import (
     Batch,
+    Outcome,
     assert_grows,
     assert_prunes,
+    batch_of,
     cnn,
     constant,
     default_loss,
     distributions,
+    inactive_of,
     mlp,
+    normal,
     once,
     sample,
     scopes,
+    seeded,
     total,
 )
+from test_gse_paper import Residual
 
 BF16, F32 = torch.bfloat16, torch.float32
 
@@ -39,28 +45,88 @@ def autocast_loss(model: nn.Module, batch: Batch) -> Tensor:
         return default_loss(model, batch)
 
 
-@scopes
-@distributions
-@pytest.mark.parametrize("make", [mlp, cnn])
-@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
-def test_a_rewiring(
-    make: Callable[..., nn.Module], way: str, distribution: str, scope: str
-) -> None:
+ways = pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+
+
+def assert_rewires(
+    make: Callable[..., nn.Module],
+    way: str,
+    batches: Sequence[Batch] | None = None,
+    scope: str = "global",
+    **options: Any,
+) -> tuple[list[set[int]], Outcome]:
+    """S, G and P of one rewiring at a fraction of 0.2, by the gradient of the dense twin."""
     dtype, loss = (F32, autocast_loss) if way == "autocast" else (BF16, default_loss)
 
     def made() -> nn.Module:
         return make(dtype=dtype)
 
-    options: dict[str, Any] = {"distribution": distribution, "scope": scope, "subset": 1.0}
-    options["loss"] = loss
-    subset = sample(made, **options)
-    outcome = once(made, **options, fraction=constant(0.2))
+    if batches is not None:
+        batches = [(x.to(dtype), y) for x, y in batches]
+    options = {"scope": scope, "subset": 1.0, "loss": loss} | options
+    everything = options["subset"] == math.inf
+    subset = inactive_of(made()) if everything else sample(made, batches, **options)
+    outcome = once(made, batches, **options, fraction=constant(0.2))
     largest = max(float(g.abs().max()) for g in outcome.gradient)
     assert_grows(outcome, subset, 0.2, scope, 0.03 * largest)
     assert_prunes(outcome, scope)
     assert all(s.isdisjoint(a) for s, a in zip(subset, outcome.before, strict=True))
     assert total(outcome.result, "grown") == total(outcome.result, "pruned") > 0
     assert sum(map(len, outcome.after)) == sum(map(len, outcome.before))
+    return subset, outcome
+
+
+@scopes
+@distributions
+@pytest.mark.parametrize("make", [mlp, cnn])
+@ways
+def test_a_rewiring(
+    make: Callable[..., nn.Module], way: str, distribution: str, scope: str
+) -> None:
+    assert_rewires(make, way, scope=scope, distribution=distribution)
+
+
+@distributions
+@pytest.mark.parametrize("make", [mlp, cnn])
+@ways
+def test_a_huge_subset_grows_what_rigl_grows(
+    make: Callable[..., nn.Module], way: str, distribution: str
+) -> None:
+    assert_rewires(make, way, subset=math.inf, distribution=distribution)
+
+
+@distributions
+@pytest.mark.parametrize("make", [mlp, cnn])
+@ways
+def test_micro_batches(make: Callable[..., nn.Module], way: str, distribution: str) -> None:
+    """The gradient is averaged over all of them, the subset is drawn from the first. Dividing the loss by
+    four rounds nothing."""
+    batches = [batch_of(make(dtype=F32), seed) for seed in range(4)]
+    subset, outcome = assert_rewires(make, way, batches, distribution=distribution)
+    first, alone = assert_rewires(make, way, batches[:1], distribution=distribution)
+    assert subset == first
+    assert outcome.grown != alone.grown
+
+
+@pytest.mark.parametrize("make", [mlp, cnn])
+@ways
+def test_uniform_draws_are_those_of_float32(make: Callable[..., nn.Module], way: str) -> None:
+    assert assert_rewires(make, way)[0] == sample(lambda: make(dtype=F32), subset=1.0)
+
+
+@distributions
+@ways
+def test_a_rewiring_of_residual_blocks_on_the_engine(way: str, distribution: str) -> None:
+    def make(dtype: torch.dtype) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(
+            *(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()),
+            *(Residual(16), Residual(16), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)),
+        )
+        return rewire.sparsify(model, sparsity=0.8, seed=1).to(dtype)
+
+    x, y = normal(32, 3, 10, 10, dtype=F32), torch.randint(5, (32,), generator=seeded(1))
+    assert_rewires(make, way, [(x, y)], distribution=distribution)
 
 
 class Watching(rewire.GSE):
@@ -76,7 +142,7 @@ class Watching(rewire.GSE):
 
 
 @pytest.mark.parametrize("recorded", [True, False])
-@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+@ways
 def test_scores_are_sums_in_float32(way: str, recorded: bool) -> None:
     """In bfloat16 a sum of ones stops at 256."""
     layer = SparseLinear(8, 6, sparsity=0.5)
@@ -122,7 +188,7 @@ def test_rigl_looks_at_the_gradient_of_the_dense_twin_in_float32() -> None:
 
 
 @pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("way", ["autocast", "bfloat16"])
+@ways
 def test_training_and_resuming(name: str, way: str) -> None:
     """The budget stays, states are of the right types, and a run that was stopped goes on as it was."""
 

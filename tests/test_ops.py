@@ -1,6 +1,9 @@
 """Products over connections: kernels against the reference twins and against dense PyTorch."""
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -342,6 +345,24 @@ def test_instruction_sets_can_be_chosen() -> None:
     assert ops.instruction_set() == before
     with pytest.raises(ValueError, match="sse9"):
         ops.use_instruction_set("sse9")
+
+
+def test_the_environment_chooses_the_instruction_set() -> None:
+    """At import, whichever of those that this machine has; others are an error that names them."""
+    code = "from rewire import ops; print(ops.instruction_set())"
+    for name in (*ops.instruction_sets(), "sse9"):
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code],
+            env={**os.environ, "REWIRE_ISA": name},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        if name == "sse9":
+            assert "instruction set 'sse9' is not one of ['" in done.stderr
+        else:
+            assert done.stdout.split() == [name]
 
 
 def test_memory_is_kept_and_given_back() -> None:
