@@ -162,6 +162,11 @@ def test_the_papers_numbers() -> None:
     longer = paper.lookup(vars(resolve({**other, "sparsity": 0.98, "extend": 1.5})))
     assert longer is not None
     assert (longer.accuracy, longer.deviation, longer.source) == (45.3, 1.1, "Table 4")
+    both = vars(resolve({"dataset": "cifar100", "model": "vgg16", "sparsity": 0.98}))
+    twice = paper.lookup(both)  # without a deviation in Table 1, with one in Table 4
+    assert twice is not None
+    assert (twice.accuracy, twice.deviation, twice.source) == (40.8, 0.3, "Table 1")
+    assert math.isnan(found.deviation)
     dense = paper.lookup(vars(resolve({**other, "method": "dense"})))
     assert dense is not None
     assert dense.accuracy == 58.8

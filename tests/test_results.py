@@ -199,6 +199,19 @@ def test_sweeps_and_sequences_are_copied_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "fewer" / "table1" / "runs") == ["gse"]
 
 
+def test_commands_of_sweeps_lose_places_of_the_machine(tmp_path: Path) -> None:
+    sweep = tmp_path / "flops"
+    sweep.mkdir()
+    plain = "rewire reproduce flops --scale 0.1"
+    command = plain.replace(" --scale", " --root /data --out 'my sweeps/it' --scale")
+    (sweep / "sweep.toml").write_text(toml.dumps({"experiment": "flops", "command": command}))
+    (sweep / "results.json").write_text(json.dumps({"command": command, "records": []}))
+    archive(sweep, "--archive", tmp_path / "results")
+    copy = tmp_path / "results" / "flops"
+    assert toml.read(copy / "sweep.toml")["command"] == plain
+    assert json.loads((copy / "results.json").read_text())["command"] == plain
+
+
 # Text alone ---------------------------------------------------------------------------------------
 
 

@@ -65,6 +65,8 @@ def test_algorithm_1_compares_layers_and_counts_them_together() -> None:
     assert second.connections.keys().tolist() == [0, 1, 2, 3, 4, 8]
     every = grow_and_prune(A, theta, S, grad, 0.9)  # k = |S|, not ceil(0.9 * 9)
     assert sum(int(one.grown.sum()) for one in every) == 3
+    assert sum(int(one.pruned.sum()) for one in every) == 3
+    assert sum(len(one.connections) for one in every) == 9
 
 
 def test_gse_runs_that_function(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,6 +592,18 @@ def test_options_are_taken_by_what_makes_the_method() -> None:
         assert set(option.differs) <= set(option.of) <= set(METHODS)
         for method in set() if name in by_the_run else option.of:
             assert name in inspect.signature(METHODS[method].make).parameters, method
+
+
+def test_recipes_and_the_library_have_the_same_defaults() -> None:
+    assert OPTIONS["l1"].default == 1e-4
+    by_the_run = {"until", "explore", "initial", "instead_of_step", "rounds", "scope", "storage"}
+    for name in OPTIONS.keys() - by_the_run:
+        for method in OPTIONS[name].of:
+            there = inspect.signature(METHODS[method].make).parameters[name].default
+            assert there == OPTIONS[name].differs.get(method, OPTIONS[name].default), (name, method)
+    for method in OPTIONS["scope"].of:
+        there = inspect.signature(METHODS[method].make).parameters["scope"].default
+        assert there == OPTIONS["scope"].differs.get(method, "global"), method
 
 
 ONE_MORE = """

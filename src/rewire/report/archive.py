@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from rewire.training import toml
 from rewire.training.folder import ABOUT, CONFIG, METRICS, MODEL
 
 _FACTS = ("rewire", "torch", "threads", "processes", "device")
+_PLACES = re.compile(r""" --(?:root|out) (?:'[^']*'|[^\s"']+)""")  # in the command of a sweep
 _NOT_COMPARED = ("seconds",)  # what differs when a run is repeated to the bit
 
 
@@ -40,7 +42,8 @@ def archive(
 
     A copy has ``config.toml``, ``metrics.jsonl`` and ``about.toml``: versions, threads, and the checksum of
     the model that was not copied. A run or sweep that is given itself goes to a folder of its name, others
-    where they are below the given folder. The same runs give the same files, byte for byte.
+    where they are below the given folder. Commands of sweeps lose ``--root`` and ``--out``. The same runs
+    give the same files, byte for byte.
 
     Args:
         folders: runs, sweeps, or folders above them.
@@ -83,7 +86,7 @@ def _all(
     """Name, folder and files of all that is to be copied."""
     for sweep in found.sweeps:
         texts = {file: _read(sweep.path / file) for file in (SWEEP, RESULTS)}
-        there = {file: text for file, text in texts.items() if text is not None}
+        there = {file: _PLACES.sub("", text) for file, text in texts.items() if text is not None}
         yield _name(sweep.path, top), sweep.path, there
     wholes = {run.whole.path: run.whole for run in found.runs if run.whole is not None}
     for run in [*wholes.values(), *found.runs]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -152,12 +152,15 @@ def contradictions(config: Mapping[str, Any]) -> list[str]:
 
 
 def nearest(config: Mapping[str, Any], tables: tuple[str, ...] = TABLES) -> Printed | None:
-    """What the paper gives for a run of this kind, in the first table that has it, whatever else is set."""
-    for table in tables:
-        for one in printed(table):
-            if one.fits(config):
-                return one
-    return None
+    """What the paper gives for a run of this kind, in the first table that has it, whatever else is set.
+
+    Where that has no deviation, it is that of another table with the same accuracy.
+    """
+    found = [one for table in tables for one in printed(table) if one.fits(config)]
+    if not found:
+        return None
+    same = (one.deviation for one in found if one.accuracy == found[0].accuracy)
+    return replace(found[0], deviation=next(filter(math.isfinite, same), math.nan))
 
 
 def lookup(config: Mapping[str, Any], tables: tuple[str, ...] = TABLES) -> Printed | None:
