@@ -291,6 +291,30 @@ def test_another_machine_is_noted(name: str, then: int, done: Path, stopped: Pat
     assert (stopped / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("best"),
+        lambda state: state["model"].update({"3.indptr": "text"}),
+        lambda state: state["model"].update({"1.values": state["model"]["1.values"][:-1]}),
+        lambda state: state["optimizer"].pop("param_groups"),
+        lambda state: state["rewirer"].update(t="text"),
+        lambda state: state.update(machine=[]),
+        lambda state: state.update(metrics="text"),
+    ],
+)
+def test_a_checkpoint_that_holds_something_else(change: Any, stopped: Path) -> None:
+    """Whole, with checksums that fit."""
+    for path in checkpoint.found(stopped / "checkpoints"):
+        state = checkpoint.load(path)
+        change(state)
+        checkpoint.save(path.parent, state["step"], state)
+    result = CliRunner().invoke(app, ["train", "--resume", str(stopped), "--quiet"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "does not hold the state of such a run" in result.output
+
+
 # Divergence
 
 
