@@ -20,8 +20,7 @@ from rewire.data import Loader
 from rewire.methods import Rewiring
 from rewire.methods.beforehand import Beforehand
 from rewire.nn.sparse import SparseLayer
-from rewire.training import methods, rounds
-from rewire.training.checkpoint import Loaded
+from rewire.training import checkpoint, methods, rounds
 from rewire.training.folder import Folder, RunError
 from rewire.training.interrupts import Interrupted, Interrupts
 from rewire.training.interval import Interval
@@ -108,7 +107,7 @@ class Trainer:
             for problem in loaded.damaged:
                 self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
             assert self.folder is not None
-            self.folder.check_config(self.job.config, loaded)
+            self.folder.check_config(self.job.config, loaded.path, loaded.state.get("config"))
             position = self._continue(loaded)
             self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
         if self.folder is not None and self.processes.main:
@@ -116,7 +115,7 @@ class Trainer:
         self._clock = self._saved = time.perf_counter()
         self._saved_step = self.step
 
-    def _continue(self, loaded: Loaded) -> int:
+    def _continue(self, loaded: checkpoint.Loaded) -> int:
         """Take a checkpoint; how many bytes of metrics to go on from.
 
         Raises:
@@ -269,7 +268,7 @@ class Trainer:
     def _advice(self) -> str:
         """What to do about a run that diverges."""
         advice = "Lower the learning rate, or go on with --through-nan."
-        if self.folder is None:
+        if self.folder is None or not checkpoint.found(self.folder.checkpoints):
             return advice
         return f"{advice} The last checkpoint is kept in {self.folder.checkpoints}."
 
