@@ -142,6 +142,19 @@ def test_an_edited_config_is_refused_with_what_differs(stopped: Path) -> None:
         use.load(stopped)
 
 
+def test_the_model_of_another_run_is_refused(done: Path, tmp_path: Path) -> None:
+    """Or of this one, with an edited config."""
+    run = tmp_path / "run"
+    shutil.copytree(done, run)
+    use.load(run)
+    config = run / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0\n", "seed = 1\n"))
+    with pytest.raises(RunError, match=r"model\.safetensors was written .*seed 0 there, 1 here"):
+        use.load(run)
+    config.unlink()
+    use.load(run)  # a model alone
+
+
 def test_every_flip_in_a_model_is_noticed(done: Path, tmp_path: Path) -> None:
     whole = (done / "model.safetensors").read_bytes()
     generator = torch.Generator().manual_seed(0)
@@ -260,7 +273,11 @@ def test_data_without_a_root(stopped: Path) -> None:
     "name", ["metrics.jsonl", "config.toml", "start.safetensors", "model.safetensors"]
 )
 @pytest.mark.parametrize(
-    "content", [b"", b"\xff\xfe\x00", b"[]\n", b'{"a": 1e999}\n', b"\x00" * 999]
+    "content",
+    [
+        *(b"", b"\xff\xfe\x00", b"[]\n", b'{"a": 1e999}\n', b"\x00" * 999, b"a = " + b"[" * 99999),
+        *(b"[" * 99999 + b"\n", b'{"event": [], "step": 1}\n'),
+    ],
 )
 def test_a_damaged_run_does_not_stop_a_report(
     name: str, content: bytes, done: Path, tmp_path: Path
@@ -291,14 +308,49 @@ def test_another_machine_is_noted(name: str, then: int, done: Path, stopped: Pat
     assert (stopped / "model.safetensors").read_bytes() == (done / "model.safetensors").read_bytes()
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("best"),
+        lambda state: state["model"].update({"3.indptr": "text"}),
+        lambda state: state["model"].update({"1.values": state["model"]["1.values"][:-1]}),
+        lambda state: state["optimizer"].pop("param_groups"),
+        lambda state: state["rewirer"].update(t="text"),
+        lambda state: state.update(machine=[]),
+        lambda state: state.update(metrics="text"),
+    ],
+)
+def test_a_checkpoint_that_holds_something_else(change: Any, stopped: Path) -> None:
+    """Whole, with checksums that fit."""
+    for path in checkpoint.found(stopped / "checkpoints"):
+        state = checkpoint.load(path)
+        change(state)
+        checkpoint.save(path.parent, state["step"], state)
+    result = CliRunner().invoke(app, ["train", "--resume", str(stopped), "--quiet"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "does not hold the state of such a run" in result.output
+
+
+@pytest.mark.parametrize("content", ["[" * 99999, "9" * 9999, "null", "{}", "[1]"])
+def test_manifests_that_say_nothing(content: str, stopped: Path) -> None:
+    for path in checkpoint.found(stopped / "checkpoints"):
+        (path / "manifest.json").write_text(content)
+    result = CliRunner().invoke(app, ["train", "--resume", str(stopped), "--quiet"])
+    assert result.exit_code == 1
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "no checkpoint can be used" in result.output
+
+
 # Divergence
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_before_the_update(tmp_path: Path) -> None:
     job = job_of(method="static", lr=1e30, until=None, every=None)
-    with pytest.raises(Diverged, match=r"loss of step \d+ is (nan|inf).*not finite") as error:
-        train(job, tmp_path / "run")
-    assert "checkpoints" in str(error.value)
+    for every, kept in ((10**6, False), (1, True)):
+        with pytest.raises(Diverged, match=r"loss of step \d+ is (nan|inf).*not finite") as error:
+            train(job, tmp_path / "run", every=every)
+        assert ("checkpoints" in str(error.value)) is kept
     assert not (tmp_path / "run" / "model.safetensors").exists()
 
 
@@ -311,7 +363,7 @@ def test_lines_of_json_have_null_for_what_is_not_finite() -> None:
 def test_an_update_that_is_not_finite_is_not_saved(more: int, tmp_path: Path) -> None:
     """A loss is finite, and its update is not: at the last step, or with a checkpoint after every one."""
     steps = job_of().schedule.steps_per_epoch
-    config = {"epochs": 1 + (1 + more) / steps, "drops": (1.0,), "lr": 1e-6, "drop_factor": 1e42}
+    config = {"epochs": 1 + (1 + more) / steps, "drops": (1.0,), "lr": 1e-8, "drop_factor": 1e45}
     job = job_of(method="static", until=None, every=None, weight_decay=1e4, **config)
     folder = tmp_path / "run"
     every = 1 if more else 10**6

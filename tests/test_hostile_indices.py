@@ -200,3 +200,24 @@ def test_copies_of_a_model_hold_their_own_connections() -> None:
     layer.indices.numpy()[0] = FAR
     torch.testing.assert_close(other(x), y, rtol=0, atol=0)
     torch.testing.assert_close(other(x), y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("make", [model, few, conv])
+def test_parameters_of_another_type_between_forward_and_backward(
+    make: Callable[[], Any], dtype: torch.dtype
+) -> None:
+    """They are half as long, or twice: kernels would read past their end, and so of their gradients."""
+    module, x = make()
+    for name in dict(module.named_parameters()):
+        module, x = make()
+        parameter = module.get_parameter(name)
+        loss = module(x.requires_grad_()).square().sum()
+        parameter.data = parameter.data.to(dtype)
+        try:
+            loss.backward()
+        except (ValueError, RuntimeError):
+            continue
+        assert make is not model  # the products of a layer by itself convert what they read
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape

@@ -120,6 +120,21 @@ def test_missing_keys(make: Make, key: str) -> None:
 
 
 @both
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("value", [None, [], "text", 3.0])
+@pytest.mark.parametrize("key", ["values", "indices", "indptr"])
+def test_what_is_no_tensor(make: Make, key: str, value: object, strict: bool) -> None:
+    """As a key that is missing was it passed over once, and the layer kept connections of its own."""
+    layer = make()
+    state = {**make(seed=1).state_dict(), key: value}
+    with pytest.raises(
+        RuntimeError, match=rf"{key} must be a torch\.Tensor, got {type(value).__name__}"
+    ):
+        layer.load_state_dict(state, strict=strict)
+    assert_as_dense(layer)
+
+
+@both
 def test_an_empty_state(make: Make) -> None:
     layer = make()
     before = copy.deepcopy(layer.state_dict())

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import stat
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 HIDDEN = ".tmp"  # how names of what is not finished begin, also those of safetensors
 
@@ -113,6 +115,18 @@ def sweep(folder: Path) -> None:
 def is_empty(folder: Path) -> bool:
     """Whether there is nothing in a folder but what a process that was killed has left unfinished."""
     return all(path.name.startswith(HIDDEN) for path in folder.iterdir())
+
+
+def parse_json(text: str) -> Any:
+    """What a text in a file says as JSON.
+
+    Raises:
+        ValueError: if it is no JSON, or none that can be read.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def sha256(path: Path) -> str:

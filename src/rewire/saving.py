@@ -203,7 +203,7 @@ def _about(path: Path) -> dict[str, Any]:
     except SafetensorError as error:
         raise ValueError(f"{path} is no safetensors file, or damaged: {error}") from error
     try:
-        about = {} if text is None else json.loads(text)
+        about = {} if text is None else files.parse_json(text)
     except ValueError as error:
         raise ValueError(
             f"{path} is damaged: what it says of itself is no JSON ({error})"

@@ -44,6 +44,7 @@ class _Pass:
         self.ids: dict[Any, int] = {}
         self.operands: list[Any] = []
         self.external: list[tuple[Role, int]] = []
+        self.types: list[torch.dtype] = []  # of these
         self.count = len(steps)
         made = [self._step(step) for step in steps]
         self.plan = native.kernels_of(dtype).Plan(made, self.operands, arena)  # type: ignore[union-attr]
@@ -86,6 +87,7 @@ class _Pass:
             else:
                 self.operands.append(native.module().External())
                 self.external.append(key)
+                self.types.append(buffer.dtype)
         return self.ids[key]
 
     def bind(self, *tables: tuple[Role, int]) -> None:
@@ -101,6 +103,12 @@ class _Pass:
     ) -> None:
         """Run some steps on tensors in the order of :meth:`bind`."""
         tensors = [given[place] for place in self.places]
+        for tensor, dtype in zip(tensors, self.types, strict=True):
+            if tensor is not None and tensor.dtype is not dtype:
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} that a recorded operation reads was {dtype} "
+                    f"and is {tensor.dtype} now: its .data was replaced before the backward pass"
+                )
         arena, scalars = run.arena, run.data.scalars
         assert arena is not None
         self.plan.run(

@@ -208,7 +208,11 @@ class SparseLayer(ConnectedLayer):
             elif names[2] not in state_dict:
                 error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
                 return
-        if not all(isinstance(state_dict.get(name), Tensor) for name in names):
+        for name in names:
+            if not isinstance(given := state_dict.get(name, self.values), Tensor):
+                error_msgs.append(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+                return
+        if not all(name in state_dict for name in names):
             # One without the others means nothing: leave the layer as it is and name what is missing.
             rest = {key: tensor for key, tensor in state_dict.items() if key not in names}
             missing: list[str] = []

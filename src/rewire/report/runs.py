@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from rewire import files
 from rewire.report.progress import Tell, silent
 from rewire.training import checkpoint, toml
 from rewire.training import config as configs
@@ -172,10 +172,10 @@ def find(folders: Sequence[Path], tell: Tell = silent) -> Found:
 
 def _folders(top: Path) -> Iterator[Path]:
     """All folders, those above first; not those inside runs. Links to runs count, others do not."""
-    for folder, names, files in os.walk(top):
+    for folder, names, there in os.walk(top):
         path = Path(folder)
         yield path
-        names[:] = [] if CONFIG in files else sorted(name for name in names if name[0] != ".")
+        names[:] = [] if CONFIG in there else sorted(name for name in names if name[0] != ".")
         for name in names:
             if (path / name).is_symlink() and (path / name / CONFIG).is_file():
                 yield path / name
@@ -218,8 +218,8 @@ def _read_run(path: Path, name: str, sweep: Sweep | None) -> Run:
         entry = line(row)
         if entry is None:
             odd += 1
-        elif entry.get("event") in lines:
-            lines[entry["event"]].append(entry)
+        elif (event := str(entry.get("event"))) in lines:
+            lines[event].append(entry)
     if odd:
         problems = [*problems, f"{odd} line{'s' * (odd > 1)} of {METRICS} cannot be read"]
     end = lines["end"][-1] if lines["end"] else None
@@ -268,7 +268,7 @@ def _rounds(whole: Run) -> list[Run]:
 def line(text: str) -> dict[str, Any] | None:
     """A line of metrics; None if it is none."""
     try:
-        entry = json.loads(text)
+        entry = files.parse_json(text)
     except ValueError:
         return None
     if not isinstance(entry, dict):
@@ -285,7 +285,7 @@ def _read_sweep(path: Path) -> Sweep:
         problems.append(str(error))
     if (path / RESULTS).exists():
         try:
-            data = json.loads((path / RESULTS).read_text(encoding="utf-8"))
+            data = files.parse_json((path / RESULTS).read_text(encoding="utf-8"))
             rows = data if isinstance(data, list) else data.get("records", [])
             records = [row for row in rows if isinstance(row, dict)]
             if isinstance(data, dict) and isinstance(data.get("command"), str):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rewire import files
 from rewire.report.runs import Run
 from rewire.training.folder import CHECKPOINTS, MODEL, START
 
@@ -113,7 +113,7 @@ def _read(start: Path, now: Path, prefix: str) -> list[Layer]:
 
     found = []
     with safe_open(start, "np") as first, safe_open(now, "np") as then:
-        about = json.loads(first.metadata()["rewire"])
+        about = files.parse_json(first.metadata()["rewire"])
         held, shape = set(then.keys()), tuple(about["notes"].get("shape", ()))
         for index, (name, (n_out, n_in, *rest)) in enumerate(about["sizes"].items()):
             dot = f"{name}." if name else ""

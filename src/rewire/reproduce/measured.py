@@ -49,7 +49,7 @@ def _word(value: Any) -> str:
 def read(path: Path) -> list[Record]:
     """The records of a sweep so far."""
     try:
-        document = json.loads((path / RESULTS).read_text(encoding="utf-8"))
+        document = files.parse_json((path / RESULTS).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return []
     records: list[Record] = document["records"]

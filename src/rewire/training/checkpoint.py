@@ -81,7 +81,7 @@ def load(path: Path) -> Any:
     from safetensors.torch import load_file
 
     try:
-        manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
+        manifest = files.parse_json((path / _MANIFEST).read_text(encoding="utf-8"))
         body = manifest["body"]
         if manifest["sha256"] != _checksum(body):
             raise CheckpointError(f"{path / _MANIFEST} does not match its checksum")
@@ -97,7 +97,9 @@ def load(path: Path) -> Any:
         return tree.decode(body["state"], load_file(path / _TENSORS))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, RecursionError, SafetensorError),
+    ) as error:
         raise CheckpointError(f"{path / _MANIFEST} is damaged: {error!r}") from error
 
 

@@ -229,6 +229,7 @@ def differences(ours: Config, theirs: Config | Mapping[str, Any]) -> str:
     """Which settings differ, in words; empty if none does. Of a mapping, those count that it has."""
     a = asdict(ours)
     b = asdict(theirs) if isinstance(theirs, Config) else theirs
+    b = {name: tuple(v) if isinstance(v, list) else v for name, v in b.items()}  # from JSON
     return ", ".join(
         f"{name} {_word(b[name])} there, {_word(a[name])} here"
         for name in a

@@ -66,14 +66,14 @@ class Folder:
         """The lines of metrics."""
         return self.path / METRICS
 
-    def check_config(self, config: Config, loaded: checkpoint.Loaded) -> None:
-        """Raise a RunError if a checkpoint was written by a run of other settings."""
-        theirs = loaded.state.get("config")  # older ones do not say
-        if theirs is not None and (
+    def check_config(self, config: Config, path: Path, theirs: Any) -> None:
+        """Raise a RunError if a checkpoint or a model was written by a run of other settings; None are
+        those of older files, which do not say."""
+        if isinstance(theirs, dict) and (
             different := configs.differences(config, configs.BEFORE | theirs)
         ):
             raise RunError(
-                f"{loaded.path} was written with other settings ({different}): put {self.path / CONFIG} "
+                f"{path} was written with other settings ({different}): put {self.path / CONFIG} "
                 "back as it was, or start over with --overwrite"
             )
 
@@ -248,7 +248,7 @@ class Folder:
         lines: dict[tuple[int, str], bytes] = {}
         for line in content.splitlines():
             with suppress(ValueError, KeyError, TypeError):
-                entry = json.loads(line)
+                entry = files.parse_json(line.decode())
                 if 0 < entry["step"] <= last:
                     lines[entry["step"], _ORDER[entry["event"]]] = line + b"\n"
         for entry in known:
@@ -271,7 +271,7 @@ class Folder:
         """The lines of metrics."""
         with suppress(FileNotFoundError), (self.path / METRICS).open(encoding="utf-8") as file:
             for line in file:
-                yield json.loads(line)
+                yield files.parse_json(line)
 
     # Checkpoints ----------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -172,6 +172,7 @@ class Job:
             "shape": list(self.dataset.shape),
             "mean": list(test.mean),
             "std": list(test.std),
+            "config": asdict(self.config),
             "margin": MARGIN if isinstance(test, data.ImageFiles) else 1.0,
             "precision": self.config.precision,
         }

@@ -20,8 +20,8 @@ from rewire.data import Loader
 from rewire.methods import Rewiring
 from rewire.methods.beforehand import Beforehand
 from rewire.nn.sparse import SparseLayer
-from rewire.training import methods, rounds
-from rewire.training.folder import Folder
+from rewire.training import checkpoint, methods, rounds
+from rewire.training.folder import Folder, RunError
 from rewire.training.interrupts import Interrupted, Interrupts
 from rewire.training.interval import Interval
 from rewire.training.job import Job
@@ -107,15 +107,29 @@ class Trainer:
             for problem in loaded.damaged:
                 self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
             assert self.folder is not None
-            self.folder.check_config(self.job.config, loaded)
-            self.load_state_dict(loaded.state)
-            self._compare(loaded.state["machine"])
-            position = self._restored(loaded.state)
+            self.folder.check_config(self.job.config, loaded.path, loaded.state.get("config"))
+            position = self._continue(loaded)
             self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
         if self.folder is not None and self.processes.main:
             self.folder.open_metrics(position)
         self._clock = self._saved = time.perf_counter()
         self._saved_step = self.step
+
+    def _continue(self, loaded: checkpoint.Loaded) -> int:
+        """Take a checkpoint; how many bytes of metrics to go on from.
+
+        Raises:
+            RunError: if it is whole, but not what a run like this one has written.
+        """
+        try:
+            self.load_state_dict(loaded.state)
+            self._compare(loaded.state["machine"])
+            return self._restored(loaded.state)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise RunError(
+                f"{loaded.path} does not hold the state of such a run ({type(error).__name__}: {error}): "
+                "remove it to go on from an older one, or start over with --overwrite"
+            ) from error
 
     def _restored(self, state: Mapping[str, Any]) -> int:
         """How many bytes of metrics to go on from; they are made anew if they are not as they were."""
@@ -255,7 +269,7 @@ class Trainer:
     def _advice(self) -> str:
         """What to do about a run that diverges."""
         advice = "Lower the learning rate, or go on with --through-nan."
-        if self.folder is None:
+        if self.folder is None or not checkpoint.found(self.folder.checkpoints):
             return advice
         return f"{advice} The last checkpoint is kept in {self.folder.checkpoints}."
 

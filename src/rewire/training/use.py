@@ -48,12 +48,15 @@ def load(
     """The model of a run, or of its newest checkpoint, and which of them it is."""
     folder = Folder(path)
     if folder.finished:
+        if folder.exists:
+            theirs = saving.read_notes(folder.model).get("config")
+            folder.check_config(folder.config(), folder.model, theirs)
         return saving.load(folder.model), str(folder.model)
     config = folder.config()
     loaded = folder.load()
     if loaded is None:
         raise RunError(f"the run in {path} has no checkpoint yet; go on with it first")
-    folder.check_config(config, loaded)
+    folder.check_config(config, loaded.path, loaded.state.get("config"))
     data = load_data(config, root or folder.root, workers=workers)
     model = shell(Job(config, data), loaded.state)
     return model, f"{loaded.path} (unfinished)"
