@@ -1,4 +1,4 @@
-"""A sparse character-level GPT on the Declaration of Independence, trained and asked to go on writing."""
+"""A sparse character-level GPT, trained on the Declaration of Independence, which then continues a text."""
 
 import argparse
 import time

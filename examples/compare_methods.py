@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--method", action="append", choices=list(METHODS), help="only these")
     parser.add_argument("--layers", action="store_true", help="show where the connections end up")
-    parser.add_argument("--json", type=Path, help="write runs to this file, and go on from it")
+    parser.add_argument("--json", type=Path, help="write runs to this file, and resume from it")
     given = parser.parse_args()
     settings = {
         "data": given.data,

@@ -1,6 +1,6 @@
-"""Your own model, your own loop: train, stop, go on, save, load.
+"""Your own model, your own loop: train, stop, resume, save, load.
 
-Run it twice with fewer epochs than it needs to see it go on: ``python own_loop.py --stop-after 2``.
+Run it twice with fewer epochs than it needs to see it resume: ``python own_loop.py --stop-after 2``.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main() -> None:
         state = torch.load(checkpoint, weights_only=True)
         for name, part in parts.items():  # the rewirer, then the model, then the optimizer
             part.load_state_dict(state[name])
-        print(f"going on after epoch {train.epoch}")
+        print(f"resuming after epoch {train.epoch}")
     else:
         rewire.summary(model)
 

@@ -257,7 +257,7 @@ def test_signals_and_kills_do_not_change_the_result(tmp_path: Path) -> None:
             assert f"rewire train --resume {parts}" in error
     done = run("train", "--resume", parts)
     assert done.exit_code == 0
-    assert "Going on after step" in done.stderr
+    assert "Resuming after step" in done.stderr
     assert (parts / "model.safetensors").read_bytes() == (whole / "model.safetensors").read_bytes()
     assert lines(parts) == lines(whole)
 

@@ -89,7 +89,7 @@ def test_an_own_loop_trains_stops_goes_on_saves_and_loads(run: Run, tmp_path: Pa
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("own_loop.py", "--epochs", "2", "--folder", whole)
     run("own_loop.py", "--epochs", "2", "--folder", parts, "--stop-after", "1")
-    assert "going on after epoch 1" in run("own_loop.py", "--epochs", "2", "--folder", parts)
+    assert "resuming after epoch 1" in run("own_loop.py", "--epochs", "2", "--folder", parts)
     assert (whole / "model.safetensors").read_bytes() == (parts / "model.safetensors").read_bytes()
     assert "conv1.weight" in torch.load(parts / "dense.pt", weights_only=True)
 

@@ -109,7 +109,7 @@ def test_runs_go_on(name: str, tmp_path: Path) -> None:
     shutil.copytree(OLD / name, path)
     config = Folder(path).config()
     notes = run(Job(config, load_data(config)), path)
-    assert notes[-1] == "Going on after step 8 of 15."
+    assert notes[-1] == "Resuming after step 8 of 15."
     # The last bits are those of the machine and of torch.
     expected = load_file(OLD / f"{name}.safetensors")
     assert_holds(rewire.load(path / "model.safetensors"), expected, rtol=1e-4, atol=1e-5)
@@ -124,7 +124,7 @@ def test_runs_of_each_release_go_on(release: str, tmp_path: Path) -> None:
     shutil.copytree(OLD / release / "run", path)
     config = Folder(path).config()
     notes = run(Job(config, load_data(config)), path)
-    assert notes[-1] == "Going on after step 8 of 15."
+    assert notes[-1] == "Resuming after step 8 of 15."
     assert not any("metrics" in note for note in notes)
     expected = load_file(OLD / release / "done" / "model.safetensors")
     found = load_file(path / "model.safetensors")

@@ -74,13 +74,13 @@ def test_a_sweep_that_is_stopped_goes_on_to_the_same_numbers(whole: Path, tmp_pa
         done = run(*STOPPED, "--out", tmp_path / "out")
     assert done.exit_code == 130
     assert "stopped after step" in done.stdout
-    assert "Go on with the same command:\n  rewire reproduce table1 --scale 0.2" in done.stderr
+    assert "Resume with the same command:\n  rewire reproduce table1 --scale 0.2" in done.stderr
     assert folder.exists()
     assert not Folder(folder).finished
     again = run(*STOPPED, "--out", tmp_path / "out")
     assert again.exit_code == 0, again.output
-    assert "1 run: 1 to go on with" in again.stdout
-    assert "Going on after step" in again.stdout
+    assert "1 run: 1 to resume" in again.stdout
+    assert "Resuming after step" in again.stdout
     assert same(folder, whole)
 
 
@@ -93,7 +93,7 @@ def test_a_sweep_that_is_killed_leaves_no_worker_and_goes_on(whole: Path, tmp_pa
         process.communicate()
     assert process.returncode == -signal.SIGKILL
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Going on after step" in again.stdout
+    assert "Resuming after step" in again.stdout
     assert same(folder, whole)
 
 
@@ -137,5 +137,5 @@ def test_a_ray_cluster_comes_to_the_same_numbers(whole: Path, tmp_path: Path) ->
     assert "stopped after step" in out
     assert not Folder(folder).finished
     again = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "Going on after step" in again.stdout
+    assert "Resuming after step" in again.stdout
     assert same(folder, whole)

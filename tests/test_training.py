@@ -225,7 +225,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(name: str, tmp_path: Pa
     run(job, tmp_path / "whole")
     # Around rewirings (5, 10, ...), around the ends of epochs (10, 20), and at the end.
     notes = run(job, tmp_path / "parts", {1, 4, 5, 6, 9, 10, 11, 20, 24, 25}, every=3)
-    assert len([note for note in notes if note.startswith("Going on")]) == 10
+    assert len([note for note in notes if note.startswith("Resuming")]) == 10
     assert result(tmp_path / "parts") == result(tmp_path / "whole")
 
 
@@ -311,7 +311,7 @@ def test_a_killed_run_goes_on_from_its_last_checkpoint(stop: int, tmp_path: Path
         file.write('{"event": "rewi')
     (tmp_path / "parts" / "checkpoints" / ".tmp-1-step-00000012").mkdir()
     notes = run(job, tmp_path / "parts")
-    assert notes == [f"Going on after step {stop // 5 * 5} of 25."]
+    assert notes == [f"Resuming after step {stop // 5 * 5} of 25."]
     assert result(tmp_path / "parts") == result(tmp_path / "whole")
     assert (
         sorted(p.name[:5] for p in (tmp_path / "parts" / "checkpoints").iterdir()) == ["step-"] * 2
@@ -342,7 +342,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> No
     (newest / "tensors.safetensors").write_bytes(b"")
     notes = run(job, tmp_path / "parts")
     assert "step-00000017" in notes[0]
-    assert "going on from step-0000001" in notes[0]
+    assert "resuming from step-0000001" in notes[0]
     assert result(tmp_path / "parts") == result(tmp_path / "whole")
 
 
@@ -508,7 +508,7 @@ def test_a_lottery_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     run(job, tmp_path / "whole")
     # The first round stops at the first of these, and so on: every round is interrupted.
     notes = run(job, tmp_path / "parts", {4, 10, 19, 25}, every=3)
-    assert len([note for note in notes if note.startswith("Going on")]) == 4
+    assert len([note for note in notes if note.startswith("Resuming")]) == 4
     assert result(tmp_path / "parts") == result(tmp_path / "whole")
     for number in range(3):
         mine, theirs = (tmp_path / name / f"round-{number}" for name in ("parts", "whole"))

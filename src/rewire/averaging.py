@@ -32,7 +32,7 @@ class EMA(nn.Module):
     weights, as ``torch.optim.swa_utils.AveragedModel`` does.
 
     It is a module: call it like the model, save its ``state_dict()`` with that of the model, and load
-    both in any order, to go on exactly. ``ema.module`` is a model of the same class as the given one, in
+    both in any order, to resume exactly. ``ema.module`` is a model of the same class as the given one, in
     evaluation mode and without gradients, for :func:`rewire.save` or
     ``model.load_state_dict(ema.module.state_dict())``.
 

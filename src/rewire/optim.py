@@ -122,7 +122,7 @@ def carry(optimizer: Optimizer, parameter: nn.Parameter, change: Change) -> Carr
     Args:
         optimizer: holds the parameter, which still has its old values.
         parameter: the weights of a layer.
-        change: changes state of the parameter's shape, and is told what a fresh parameter gets.
+        change: changes state of the parameter's shape, and receives what a fresh parameter gets.
 
     Raises:
         ValueError: for state that is neither of the parameter's shape nor a scalar, nor a factor of it.

@@ -73,7 +73,7 @@ def sparsify(
     whose share is all its weights becomes a sparse layer with every connection, so that rewiring
     sees all layers.
 
-    No dense weight is ever built, unless masked storage is asked for: layers on the ``meta`` device
+    No dense weight is ever built, unless masked storage is requested: layers on the ``meta`` device
     are created sparse on the CPU. What else such a model holds (norms, embeddings, layers that stay
     dense) is created by its ``reset_parameters``, which must set all parameters and buffers of that
     module.

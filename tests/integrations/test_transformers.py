@@ -51,7 +51,13 @@ def trainer(folder: Path, model: nn.Module, callback: Any, **settings: Any) -> A
         disable_tqdm=True,
         **settings,
     )
-    return transformers.Trainer(model, arguments, train_dataset=Sentences(), callbacks=[callback])
+    return transformers.Trainer(
+        model,
+        arguments,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(),
+        callbacks=[callback],
+    )
 
 
 def gse(**settings: Any) -> RewireCallback:
@@ -103,6 +109,23 @@ class Halt(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == self.step
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    """It has connections of its own."""
+    model, scores = bert(), iter(range(10, 0, -1))
+    steps = {"save_steps": 6, "eval_strategy": "steps", "eval_steps": 6}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score"}
+    run = trainer(tmp_path, model, gse(), num_train_epochs=1, **steps, **best)
+    run.compute_metrics = lambda _: {"score": next(scores)}
+    run.train()
+    assert run.state.best_model_checkpoint == str(tmp_path / "checkpoint-6")
+    saved = [
+        transformers.BertForSequenceClassification.from_pretrained(tmp_path / f"checkpoint-{step}")
+        for step in (6, 12)
+    ]
+    assert_same(model, saved[0])
+    assert saved[0].bert.pooler.dense.count != saved[1].bert.pooler.dense.count
 
 
 def test_activation_checkpointing_changes_nothing(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ class Loader:
     function of (seed, epoch) and their augmentation of (seed, epoch, batch). ``for x, y in loader`` goes
     through the rest of the current epoch and then moves to the next; ``epoch`` and ``batch`` are the
     position after the batch that was handed out last. A loop that was left, or a loader that was given
-    the state of another, goes on where that one stood; after the last batch of an epoch this is a loop
+    the state of another, resumes where that one stood; after the last batch of an epoch this is a loop
     over no batches, in which the epoch ends.
 
     Test batches are all images in order, always from the first one on.

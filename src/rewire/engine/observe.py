@@ -1,4 +1,4 @@
-"""Who is told where the engine stops: :func:`rewire.explain` while it runs, else nobody.
+"""Who receives where the engine stops: :func:`rewire.explain` while it runs, else nobody.
 
 It is asked for where a region begins and where something is not recorded, never for a node.
 """

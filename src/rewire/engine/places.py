@@ -159,9 +159,9 @@ def why_run(why: Any, found: Found, scope: Scope | None, held: bool) -> str:
     """Why a region runs before the model returns.
 
     Args:
-        why: what :meth:`rewire.engine.region.Region.run` was told.
+        why: what :meth:`rewire.engine.region.Region.run` received.
         found: where.
-        scope: the call that is going on.
+        scope: the call that is running.
         held: whether C++ code holds a value of the region.
     """
     if isinstance(why, str):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 ALIGNMENT = 64  # bytes: a cache line
-SEGMENTS = 8  # of a backward pass whose gradients are handed out as it goes on
+SEGMENTS = 8  # of a backward pass whose gradients are handed out as it runs
 SEGMENT_BYTES = 1 << 14  # of gradients: less is not worth a function of autograd
 
 

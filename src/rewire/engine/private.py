@@ -162,7 +162,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def caller() -> Any:
-    """The frame that called the caller of this. It says whether a call is still going on where an
+    """The frame that called the caller of this. It says whether a call is still running where an
     interrupt has kept the forward hooks from running."""
     return sys._getframe(2)
 

@@ -23,7 +23,7 @@ class Scope:
     Attributes:
         on: whether anything is recorded in it.
         grad, inference: the modes in which it is; in another one, things are computed at once.
-        modules: those whose calls are going on, outermost first.
+        modules: those whose calls are running, outermost first.
         region: what is being recorded.
         frame: of the outermost call.
         error: the exception that was being handled when it began.
@@ -45,7 +45,7 @@ class Scope:
         )
 
     def interrupted(self) -> bool:
-        """Whether the call has ended in a way that no hook was told of."""
+        """Whether the call has ended in a way that no hook has seen."""
         return self.frame is not None and private.finished(self.frame)
 
 
@@ -116,7 +116,7 @@ def leave(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def stop() -> None:
-    """Compute what is recorded on this thread, and record no more in the calls that are going on: their
+    """Compute what is recorded on this thread, and record no more in the calls that are running: their
     hooks are taken away."""
     scope = _current()
     while scope is not None:
@@ -126,7 +126,7 @@ def stop() -> None:
 
 
 def _current() -> Scope | None:
-    """The innermost call on this thread that is going on; those that were interrupted are forgotten."""
+    """The innermost call on this thread that is running; those that were interrupted are forgotten."""
     scope = _local.scope
     while scope is not None and scope.interrupted():
         scope = _local.scope = scope.outer

@@ -344,7 +344,7 @@ class Rewirer:
     # Checkpoints ----------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on exactly, also from between a backward pass and its rewiring.
+        """All that is needed to resume exactly, also from between a backward pass and its rewiring.
 
         A ``fraction`` that is a function is not saved.
         """

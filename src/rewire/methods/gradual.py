@@ -28,7 +28,7 @@ class Gradual(Rewirer):
     Every ``every`` steps, and at ``until``, the smallest weights go, so that the sparsity is
     :math:`s_t = s_f + (s_i - s_f)(1 - (t - t_0) / (t_1 - t_0))^3`, from what the model begins with to
     ``sparsity``; or that with a cosine in place of the cube. Until then the layers are masked. At ``until``
-    sparse layers take their place in the model, and the optimizer goes on with their values and its own
+    sparse layers take their place in the model, and the optimizer continues with their values and its own
     state of them.
 
     Args:
@@ -42,7 +42,7 @@ class Gradual(Rewirer):
         curve: ``"cubic"``, or ``"cosine"``: what is left of the way falls as
             :math:`(1 + \cos(\pi (t - t_0) / (t_1 - t_0))) / 2`.
         scope: compare weights over the whole model (``"global"``) or layer by layer.
-        storage: what to go on with at the target: ``"sparse"`` or, without a handover, ``"masked"``.
+        storage: what to continue with at the target: ``"sparse"`` or, without a handover, ``"masked"``.
         seed: for the others' sake; nothing is random.
 
     A state that was saved after the handover is loaded either into a rewirer of a model with sparse

@@ -37,7 +37,7 @@ class Lottery:
     compared over the whole model, and everything else (biases, norms) is rewound too.
 
     Iterating gives the tickets: train each before the next is asked for. What has been completed is in
-    :meth:`state_dict`, and in ``directory`` if there is one, from which the next driver goes on.
+    :meth:`state_dict`, and in ``directory`` if there is one, from which the next driver resumes.
 
     Args:
         model: the dense model with its initial weights; it is copied.

@@ -28,8 +28,8 @@ class Topology(NamedTuple):
 
 
 OUTDATED = (
-    "the connections of this layer have changed since it was traced or exported, and the traced program "
-    "shares its values: trace or export the model again, or trace copy.deepcopy(model), which stays as it is"
+    "the connections of this layer have changed since it was traced or exported, and the program shares "
+    "its values: trace or export the model again, or trace copy.deepcopy(model), which stays as it is"
 )
 
 

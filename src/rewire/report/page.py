@@ -122,7 +122,7 @@ def _problems(runs: Sequence[Run]) -> str:
         rows.append([escape(run.name), html.chip(run.status, run.status), escape(words), again])
     if not rows:
         return ""
-    table = html.table(["run", "state", "what is known", "go on with it"], rows)
+    table = html.table(["run", "state", "what is known", "resume it"], rows)
     return (
         f'<section id="problems"><h2>Not finished</h2><div class="card">{table}</div></section>\n'
     )

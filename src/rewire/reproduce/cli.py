@@ -115,10 +115,10 @@ def reproduce(
 ) -> None:
     """Run an experiment of the paper.
 
-    All runs of it go to one folder. Ctrl-C lets them save where they are; the same command again goes on
+    All runs of it go to one folder. Ctrl-C lets them save where they are; the same command resumes
     from there, and ends with the same numbers as if nothing had happened. What is finished is never done
     again. Without --out that also holds for runs that are part of another experiment. A run that fails is
-    reported, and the others go on.
+    reported, and the others continue.
 
     - `table1`: all methods on CIFAR-10 and CIFAR-100
     - `imagenet`: ResNet-50 on ImageNet
@@ -184,7 +184,7 @@ def reproduce(
     except (ValueError, RunError, DataError, OSError) as error:
         _fail(files.problem(error))
     except KeyboardInterrupt:
-        _fail(f"Stopped at once. Go on with the same command:\n  {about.command}", 130)
+        _fail(f"Stopped at once. Resume with the same command:\n  {about.command}", 130)
 
 
 def _command(what: str, given: dict[str, str | None]) -> str:
@@ -209,7 +209,7 @@ def _list(sweep: Sweep, runs: list[Run], every: list[Run]) -> None:
     found = plan(sweep, runs)
     state = {run.name: "finished" for run in found.done}
     state |= {name: f"finished in {path.parents[1]}" for name, path in found.shared.items()}
-    state |= dict.fromkeys(found.begun, "to go on with")
+    state |= dict.fromkeys(found.begun, "to resume")
     state |= {name: f"cannot run: {why}" for name, why in found.failed.items()}
     for run in runs:
         typer.echo(f"{run.name}{': ' + state[run.name] if run.name in state else ''}")
@@ -226,7 +226,7 @@ def _list(sweep: Sweep, runs: list[Run], every: list[Run]) -> None:
 def _counts(found: Plan) -> str:
     parts = {
         "to do": len(found.todo) - len(found.begun),
-        "to go on with": len(found.begun),
+        "to resume": len(found.begun),
         "finished": len(found.done),
         "that cannot run": len(found.failed),
     }
@@ -268,7 +268,7 @@ def _run(
         screen.print(table)
     if outcome.signal is not None:
         _fail(
-            f"Stopped. Go on with the same command:\n  {sweep.about.command}", 128 + outcome.signal
+            f"Stopped. Resume with the same command:\n  {sweep.about.command}", 128 + outcome.signal
         )
     failed = work.failed | outcome.failed
     if failed:

@@ -98,7 +98,7 @@ class Ray:
     """On the machines of a Ray cluster, or of one that is made on this machine if there is none.
 
     A run takes as many CPUs as it has threads. All machines must see the folder of the sweep and the data
-    under the same paths. A run whose machine is lost goes on, from its last checkpoint, on another.
+    under the same paths. A run whose machine is lost resumes, from its last checkpoint, on another.
 
     Args:
         workers: at most so many runs at a time; None for as many as there are CPUs for.

@@ -1,4 +1,4 @@
-"""What a sweep shows while it goes on: bars in a terminal, lines elsewhere."""
+"""What a sweep shows while it runs: bars in a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PATIENCE = 60.0  # seconds between plain lines about all runs
 
 
 class Show:
-    """Lines for what is begun and what has ended, and one a minute for all that is going on.
+    """Lines for what is begun and what has ended, and one a minute for all runs in progress.
 
     Args:
         screen: where to.
@@ -60,7 +60,7 @@ class Show:
         self.moved(name, event)
 
     def started(self, name: str) -> None:
-        """A run was begun, or goes on."""
+        """A run was begun, or resumes."""
         self.note(f"{name} ...")
 
     def _ended(self, name: str, event: Event) -> None:

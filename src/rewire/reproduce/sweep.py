@@ -1,6 +1,6 @@
 """A sweep: the folder of an experiment, and doing its runs.
 
-The folder holds ``sweep.toml``, which says what it is and how to go on with it, and under ``runs/`` the
+The folder holds ``sweep.toml``, which says what it is and how to resume it, and under ``runs/`` the
 folder of each run, as ``rewire train --out`` makes it.
 """
 
@@ -33,7 +33,7 @@ class About:
 
     Attributes:
         experiment: its name.
-        command: how to go on with it, or to do it again elsewhere.
+        command: how to resume it, or to do it again elsewhere.
         scale: of the schedule.
         seeds: how many.
         digits: whether it ran on the packaged digits instead of the paper's data.
@@ -65,7 +65,7 @@ class Sweep:
     shares: bool = False
 
     def claim(self) -> None:
-        """Make this the folder of the experiment, or go on with it.
+        """Make this the folder of the experiment, or resume it.
 
         Raises:
             RunError: if it holds another one, or something else.
@@ -135,8 +135,8 @@ class Plan:
     """What is to be done for a sweep.
 
     Attributes:
-        todo: runs to begin or to go on with, and their configs.
-        begun: the names of those to go on with.
+        todo: runs to begin or to resume, and their configs.
+        begun: the names of those to resume.
         done: finished ones.
         shared: finished ones that lie in another sweep, and where.
         failed: those that cannot be done, by name, and why.

@@ -2,7 +2,7 @@
 
 It reads its task, a line of JSON, from standard input, and tells on standard output how it goes, in
 lines of JSON. The end of its input is the wish that it stop: it saves where it is and ends. So a sweep
-that is killed leaves no run behind that goes on by itself.
+that is killed leaves no run behind that continues by itself.
 """
 
 from __future__ import annotations

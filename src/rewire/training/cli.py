@@ -192,7 +192,7 @@ def train(
         Path | None, _option("The folder of the run.", _RUN, "runs/ and a name from the settings")
     ] = None,
     resume: Annotated[
-        Path | None, _option("Go on with the run in this folder.", _RUN, metavar="DIR")
+        Path | None, _option("Resume the run in this folder.", _RUN, metavar="DIR")
     ] = None,
     overwrite: Annotated[
         bool, _option("Start over: remove the run in the folder.", _RUN, name="--overwrite")
@@ -205,7 +205,7 @@ def train(
     threads: Threads = None,
     through_nan: Annotated[
         bool,
-        _option("Go on when the loss is no finite number.", _RUN, name="--through-nan"),
+        _option("Continue when the loss is not finite.", _RUN, name="--through-nan"),
     ] = False,
     tensorboard: Annotated[
         bool, _option("Also log for TensorBoard.", _RUN, name="--tensorboard")
@@ -219,7 +219,7 @@ def train(
     """Train a sparse model.
 
     Settings that are not given are the paper's recipe for the data set. Progress, checkpoints and the
-    model go to one folder. Ctrl-C stops after the current step; the same command again goes on from
+    model go to one folder. Ctrl-C stops after the current step; the same command resumes from
     there, and ends with the same model as if it had not been stopped.
 
     Example: `rewire train --dataset cifar10 --model vgg16 --sparsity 0.98 --scale 0.1`
@@ -295,7 +295,7 @@ def _resumed(path: Path, given: list[str]) -> Folder:
 
     if given:
         options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise RunError(f"--resume goes on with a run as it was begun: leave out {options}")
+        raise RunError(f"--resume continues a run with its own settings: leave out {options}")
     folder = Folder(path)
     if folder.finished:
         raise RunError(f"the run in {path} is finished: see `rewire eval {path}`")

@@ -121,7 +121,7 @@ class Folder:
             files.write_text(self.path / DATA, toml.dumps({"root": place}))
 
     def claim(self, config: Config, *, overwrite: bool = False) -> bool:
-        """Make this the folder of a run; whether it is one already, of the same config, to go on with.
+        """Make this the folder of a run; whether it is one already, of the same config, to resume.
 
         Raises:
             RunError: if it holds another run, or a finished one.
@@ -192,7 +192,7 @@ class Folder:
     # Metrics --------------------------------------------------------------------------------------
 
     def open_metrics(self, position: int) -> None:
-        """Go on writing metrics after so many bytes; what comes later is forgotten."""
+        """Continue writing metrics after so many bytes; what comes later is forgotten."""
         with self._named(METRICS):
             file = (self.path / METRICS).open("ab")
             file.truncate(min(position, file.tell()))
@@ -287,7 +287,7 @@ class Folder:
             return checkpoint.load_newest(self.checkpoints)
         except checkpoint.CheckpointError as error:
             raise RunError(
-                f"{error}. Nothing is left to go on from: start over with "
+                f"{error}. Nothing is left to resume from: start over with "
                 f"`rewire train --out {self.path} --overwrite` and the options of the run."
             ) from error
 

@@ -1,4 +1,4 @@
-"""The training loop: steps, epochs, checkpoints, and what is told about them."""
+"""The training loop: steps, epochs, checkpoints, and what is reported about them."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Trainer:
     Args:
         job: what to train.
         folder: where to write; None to write nothing.
-        progress: who is told.
+        progress: receives what happens.
         interrupts: who says when to stop.
         processes: those that train together.
         every: how often to write checkpoints, besides the ends of epochs.
-        through_nan: go on when the loss or the weights are not finite any more.
+        through_nan: continue when the loss or the weights are not finite any more.
 
     Attributes:
         step: steps done.
@@ -93,10 +93,10 @@ class Trainer:
     # Start ----------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Make the model, or go on from the newest checkpoint."""
+        """Make the model, or resume from the newest checkpoint."""
         if self.job.method.kind == "rounds" and self.job.ticket is None:
             raise ValueError(
-                "this is one round of a sequence: go on with the run in the folder that holds it"
+                "this is one round of a sequence: resume the run in the folder that holds it"
             )
         loaded = None if self.folder is None else self.folder.load()
         if loaded is None:
@@ -105,11 +105,11 @@ class Trainer:
             self._save_start()
         else:
             for problem in loaded.damaged:
-                self.progress.note(f"{problem}: going on from {loaded.path.name} instead")
+                self.progress.note(f"{problem}: resuming from {loaded.path.name} instead")
             assert self.folder is not None
             self.folder.check_config(self.job.config, loaded.path, loaded.state.get("config"))
             position = self._continue(loaded)
-            self.progress.note(f"Going on after step {self.step:,} of {self.schedule.steps:,}.")
+            self.progress.note(f"Resuming after step {self.step:,} of {self.schedule.steps:,}.")
         if self.folder is not None and self.processes.main:
             self.folder.open_metrics(position)
         self._clock = self._saved = time.perf_counter()
@@ -128,11 +128,11 @@ class Trainer:
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise RunError(
                 f"{loaded.path} does not hold the state of such a run ({type(error).__name__}: {error}): "
-                "remove it to go on from an older one, or start over with --overwrite"
+                "remove it to resume from an older one, or start over with --overwrite"
             ) from error
 
     def _restored(self, state: Mapping[str, Any]) -> int:
-        """How many bytes of metrics to go on from; they are made anew if they are not as they were."""
+        """How many bytes of metrics to resume from; they are made anew if they are not as they were."""
         position: int = state["metrics"]
         if self.folder is None or not self.processes.main:
             return position
@@ -268,7 +268,7 @@ class Trainer:
     @property
     def _advice(self) -> str:
         """What to do about a run that diverges."""
-        advice = "Lower the learning rate, or go on with --through-nan."
+        advice = "Lower the learning rate, or continue with --through-nan."
         if self.folder is None or not checkpoint.found(self.folder.checkpoints):
             return advice
         return f"{advice} The last checkpoint is kept in {self.folder.checkpoints}."

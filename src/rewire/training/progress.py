@@ -1,4 +1,4 @@
-"""What a run tells while it goes on: nothing, lines, JSON, or a live display."""
+"""What a run reports while it trains: nothing, lines, JSON, or a live display."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Progress:
         """A line was written to the metrics."""
 
     def note(self, text: str) -> None:
-        """Something the user should know; also told when all else is not."""
+        """Something the user should know; also shown when all else is not."""
         print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:

@@ -55,7 +55,7 @@ def load(
     config = folder.config()
     loaded = folder.load()
     if loaded is None:
-        raise RunError(f"the run in {path} has no checkpoint yet; go on with it first")
+        raise RunError(f"the run in {path} has no checkpoint yet; resume it first")
     folder.check_config(config, loaded.path, loaded.state.get("config"))
     data = load_data(config, root or folder.root, workers=workers)
     model = shell(Job(config, data), loaded.state)
@@ -110,7 +110,7 @@ def predict(
     folder = Folder(path)
     if not folder.finished:
         folder.config()  # says so if there is no run at all
-        raise RunError(f"the run in {path} is not finished; go on with it first")
+        raise RunError(f"the run in {path} is not finished; resume it first")
     notes = saving.read_notes(folder.model)
     model = saving.load(folder.model).to(device).eval()
     x = data.open_images(
