@@ -8,9 +8,9 @@ Kernels know images (N, C, H, W) and rows (R, C). A recorded graph has values of
 * what a permutation has made of an image (N, C, H, W), or of (N, C, T), is ``last``: still (N, C, places),
   and linear layers and norms work on its second dimension.
 
-A group norm is what measures its ``group_moments``, and operations element by element that others fuse with.
-Channels that a view has put in groups, (N, groups, C, H, W), stay (N, channels, H, W), and a permutation of both is a
-``shuffle``.
+A group norm is what measures its ``group_moments``, and operations element by element that others fuse
+with. Channels that a view has put in groups, (N, groups, C, H, W), stay (N, channels, H, W), and a
+permutation of both is a ``shuffle``.
 
 Between them, and where a value leaves the region, are views and transpositions of every sample (``turn``).
 """

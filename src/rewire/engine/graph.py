@@ -182,7 +182,7 @@ class Pad(NamedTuple):
 
 
 class Resample(NamedTuple):
-    """Of ``resample`` (x): images whose pixels are weighted sums of pixels of x, along columns and along rows."""
+    """Of ``resample`` (x): images whose pixels are weighted sums of those of x, along either side."""
 
     kind: str  # size or scale: F.interpolate; pad: F.pad; mean: F.adaptive_avg_pool2d
     down: Any  # what it says about rows: their number, their factor, or (before, after)
