@@ -87,6 +87,46 @@ class ChannelsLast(nn.Module):
         return x + as_timm(y).permute(0, 3, 1, 2)
 
 
+class Scaled(nn.Module):
+    """Tokens as ResMLP and CaiT have them, with a scale of channels and layers on places."""
+
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.one, self.two, self.shift = (nn.Parameter(torch.rand(CHANNELS)) for _ in range(3))
+        self.body = nn.Linear(CHANNELS, CHANNELS)
+        self.places = nn.Linear(places, places)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.flatten(2).transpose(1, 2)
+        y = y + self.one * self.body(y)
+        z = torch.addcmul(self.shift, self.two, y)
+        y = y + self.two * self.places(z.transpose(1, 2)).transpose(1, 2)
+        return x + y.transpose(1, 2).reshape(x.shape)
+
+
+class ScaledLast(nn.Module):
+    """A ConvNeXt block that scales its channels while they are last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.body = nn.Parameter(torch.rand(CHANNELS)), nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(F.layer_norm(x.permute(0, 2, 3, 1), (CHANNELS,))) * self.scale
+        return x + y.permute(0, 3, 1, 2)
+
+
+class RowBias(nn.Module):
+    """Along the last dimension of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.rand(SIZE[1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.bias)
+
+
 class Blurred(nn.Module):
     """A depthwise convolution with weights that are not learnt."""
 
@@ -164,6 +204,9 @@ KNOWN: dict[str, Callable[[], Any]] = {
     "instance norm": lambda: nn.InstanceNorm2d(CHANNELS),
     "instance norm with weights": lambda: nn.InstanceNorm2d(CHANNELS, affine=True),
     "layer norm over channels": ChannelsLast,
+    "scaled tokens": lambda: Scaled(SIZE[0] * SIZE[1]),
+    "scaled channels last": ScaledLast,
+    "bias of rows": lambda: RowBias(),
 }
 
 

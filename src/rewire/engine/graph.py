@@ -223,6 +223,13 @@ STRIDED = frozenset(("slice", "narrow", "permute"))
 """Those of them whose output does not lie in memory as its shape says."""
 
 
+def is_strided(nodes: Sequence[tuple[Any, ...]], index: int) -> bool:
+    """Whether a node's output does not lie in memory as its shape says: a view of such a one, too."""
+    while nodes[index][0] == "view" and nodes[index][2][0] >= 0:
+        index = nodes[index][2][0]
+    return nodes[index][0] in STRIDED
+
+
 def root(nodes: Sequence[tuple[Any, ...]], index: int) -> int:
     """The node whose memory a node's output shares; itself unless it is a view."""
     while nodes[index][0] in VIEWS:
