@@ -103,6 +103,18 @@ def test_a_chain_with_pooling_and_dropout(batch: int) -> None:
     compare(case(b, b.linear(x, 5)))
 
 
+@pytest.mark.parametrize("batch", [3, 192])
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_batch_norm_whose_gradients_are_parts_of_larger_ones(batch: int, residual: bool) -> None:
+    b = Builder()
+    x = b.input(batch, 5, 3, 2)
+    y = b.norm(b.conv(x, 5))
+    y = b.relu(b.add(y, x) if residual else y)
+    z = b.cat(x, y, b.narrow(b.cat(y, x), 3, 8))
+    compare(case(b, b.conv(z, 6)))
+    compare(case(b, b.conv(b.cat(y, y, b.relu(y)), 6)))
+
+
 def test_every_value_escapes() -> None:
     b = Builder()
     x = b.relu(b.norm(b.conv(b.input(128, 4, 6, 6), 6)))

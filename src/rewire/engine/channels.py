@@ -8,9 +8,9 @@ Kernels know images (N, C, H, W) and rows (R, C). A recorded graph has values of
 * what a permutation has made of an image (N, C, H, W), or of (N, C, T), is ``last``: still (N, C, places),
   and linear layers and norms work on its second dimension.
 
-A group norm is what measures its ``group_moments``, and operations element by element that others fuse with.
-Channels that a view has put in groups, (N, groups, C, H, W), stay (N, channels, H, W), and a permutation of both is a
-``shuffle``.
+A group norm is what measures its ``group_moments``, and operations element by element that others fuse
+with. Channels that a view has put in groups, (N, groups, C, H, W), stay (N, channels, H, W), and a
+permutation of both is a ``shuffle``.
 
 Between them, and where a value leaves the region, are views and transpositions of every sample (``turn``).
 """
@@ -45,14 +45,20 @@ class Rewritten(NamedTuple):
 
 def channels_second(graph: Graph) -> Rewritten:
     """The graph that kernels run."""
-    if all(map(_is_known, graph.nodes)):
+    if all(_is_known(graph, node) for node in graph.nodes):
         return Rewritten(graph, list(range(len(graph.nodes))))
     return _Rewriting(graph).result()
 
 
-def _is_known(node: Node) -> bool:
+def _is_known(graph: Graph, node: Node) -> bool:
     """Whether kernels take a node as it is."""
     dims = len(node.shape)
+    if dims == 4 and node.op in POINTWISE:
+        metas = [
+            graph.nodes[r] if r >= 0 else graph.inputs[~r] for r in node.inputs if r is not None
+        ]
+        if any(_sums_rows(meta.shape, node.shape) and meta.requires_grad for meta in metas):
+            return False
     return node.op not in ("layer_norm", "group_norm", "permute", "clone") and (
         dims == 2 or (dims == 4 and node.op != "linear")
     )
@@ -163,20 +169,33 @@ class _Rewriting:
 
     def _pointwise(self, node: Node) -> None:
         read = [ref for ref in node.inputs if ref is not None]
-        rows = (math.prod(node.shape[:-1]), node.shape[-1])
-        tokens = len(node.shape) not in (2, 4)
+        shape, dims = node.shape, len(node.shape)
         known = any(ref in self.rows for ref in read)
-        by_row = [ref for ref in read if self._by_row(ref, node.shape)]
-        if not all(ref in by_row or self._along_last(ref, node.shape) for ref in read):
+        last = any(ref in self.last for ref in read)
+        small = [ref for ref in read if self.shape(ref) != shape]
+        by_row = [ref for ref in small if self._by_row(ref, shape)]
+        if not all(ref in by_row or self._along_last(ref, shape) for ref in read):
             self._broadcast(node, read)
-        elif not known and all(ref in self.last for ref in read):
-            inputs = tuple(map(self.as_last, read))
-            self.last[self.node] = self.add(node.op, node.attrs, inputs, _second(node.shape))
-        elif tokens or known or any(ref in self.last for ref in read):
-            inputs = tuple(self._operand(ref, node.shape) for ref in read)
+        elif not known and not by_row and all(ref in self.last or ref in small for ref in read):
+            inputs = tuple(
+                self.view(self.as_plain(ref), (shape[-1], 1)) if ref in small else self.last[ref]
+                for ref in read
+            )
+            self.last[self.node] = self.add(node.op, node.attrs, inputs, _second(shape))
+        elif dims not in (2, 4) or known or last or (dims == 4 and self._sums_rows(small, shape)):
+            inputs = tuple(self._operand(ref, shape) for ref in read)
+            rows = (math.prod(shape[:-1]), shape[-1])
             self.rows[self.node] = self.add(node.op, node.attrs, inputs, rows)
         else:
             self._plain(node)
+
+    def _sums_rows(self, small: list[int], shape: tuple[int, ...]) -> bool:
+        return any(_sums_rows(self.shape(ref), shape) and self._wanted(ref) for ref in small)
+
+    def _wanted(self, ref: int) -> bool:
+        """Whether a gradient is, of a value of the original graph."""
+        known = self.graph.nodes[ref] if ref >= 0 else self.graph.inputs[~ref]
+        return known.requires_grad
 
     def _along_last(self, ref: int, shape: tuple[int, ...]) -> bool:
         """Whether an operand has the shape of the result, or differs along its last dimension alone."""
@@ -186,8 +205,7 @@ class _Rewriting:
     def _by_row(self, ref: int, shape: tuple[int, ...]) -> bool:
         """Whether an operand has one number for each sample or each row of tokens, and no gradient."""
         given, places = self.shape(ref), math.prod(shape[1:-1])
-        known = self.graph.nodes[ref] if ref >= 0 else self.graph.inputs[~ref]
-        if len(shape) < 3 or len(given) != len(shape) or known.requires_grad:
+        if len(shape) < 3 or len(given) != len(shape) or self._wanted(ref):
             return False
         tokens = len(shape) != 4 or any(r in self.rows for r in self.graph.nodes[self.node].inputs)
         one = given[0] == shape[0] > 1 and given[-1] == 1 < shape[-1] and places > 1
@@ -332,6 +350,11 @@ class _Rewriting:
         """The shape of images whose channels are in groups without these."""
         batch, groups, channels, *image = self.shape(ref)
         return (batch, groups * channels, *image)
+
+
+def _sums_rows(small: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether the gradient of a broadcast operand is a sum over rows of images."""
+    return small[-1:] == full[-1:] and math.prod(small) == full[-1] > 1 and small != full
 
 
 def _second(shape: tuple[int, ...]) -> tuple[int, ...]:

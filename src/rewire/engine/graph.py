@@ -182,7 +182,7 @@ class Pad(NamedTuple):
 
 
 class Resample(NamedTuple):
-    """Of ``resample`` (x): images whose pixels are weighted sums of pixels of x, along columns and along rows."""
+    """Of ``resample`` (x): images whose pixels are weighted sums of those of x, along either side."""
 
     kind: str  # size or scale: F.interpolate; pad: F.pad; mean: F.adaptive_avg_pool2d
     down: Any  # what it says about rows: their number, their factor, or (before, after)
@@ -221,6 +221,13 @@ VIEWS = frozenset(("view", "slice", "narrow", "permute"))
 """Operations whose output shares the memory of their input in PyTorch."""
 STRIDED = frozenset(("slice", "narrow", "permute"))
 """Those of them whose output does not lie in memory as its shape says."""
+
+
+def is_strided(nodes: Sequence[tuple[Any, ...]], index: int) -> bool:
+    """Whether a node's output does not lie in memory as its shape says: a view of such a one, too."""
+    while nodes[index][0] == "view" and nodes[index][2][0] >= 0:
+        index = nodes[index][2][0]
+    return nodes[index][0] in STRIDED
 
 
 def root(nodes: Sequence[tuple[Any, ...]], index: int) -> int:

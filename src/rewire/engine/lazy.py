@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rewire.engine import private
-from rewire.engine.graph import STRIDED
+from rewire.engine.graph import is_strided
 from rewire.engine.private import without_functions
 from rewire.ops.layout import contiguous_strides
 
@@ -171,24 +171,29 @@ class Shadow(torch.autograd.Function):
 
 def make(region: Any, index: int) -> LazyTensor:
     """The tensor of a node."""
-    op, _, _, shape, _, dtype = region.nodes[index]
-    if op not in STRIDED:
+    _, _, _, shape, _, dtype = region.nodes[index]
+    if not is_strided(region.nodes, index):
         return private.make_wrapper(LazyTensor, shape, dtype=dtype)
-    strides = _strides(region, index)
+    strides = strides_of(region, index)
     return private.make_wrapper(LazyTensor, shape, strides=strides, dtype=dtype)
 
 
-def _strides(region: Any, index: int) -> tuple[int, ...]:
+def strides_of(region: Any, index: int) -> tuple[int, ...]:
     """Those of torch's result; of what is no view, as if it was contiguous."""
     op, attrs, inputs, shape, *_ = region.nodes[index]
     if op == "slice":
-        rows, columns, down, across = _strides(region, inputs[0])
+        rows, columns, down, across = strides_of(region, inputs[0])
         return (rows, columns, attrs.down * down, attrs.across * across)
     if op == "narrow":
-        return _strides(region, inputs[0])
+        return strides_of(region, inputs[0])
     if op == "permute":
-        strides = _strides(region, inputs[0])
+        strides = strides_of(region, inputs[0])
         return tuple(strides[dim] for dim in attrs.dims)
+    if op == "view" and is_strided(region.nodes, index):
+        source = inputs[0]
+        strides = strides_of(region, source)
+        given = torch.empty_strided(region.nodes[source][3], strides, device="meta")
+        return given.view(shape).stride()
     return contiguous_strides(shape)
 
 

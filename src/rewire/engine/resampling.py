@@ -1,7 +1,7 @@
 """Resizing and padding of images as sums: which pixels along a side each pixel of the output is made of.
 
-The weights are read off what torch makes of a side whose pixels are the unit vectors, so they are right where
-torch rounds coordinates, too.
+The weights are read off what torch makes of a side whose pixels are the unit vectors, so they are right
+where torch rounds coordinates, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def resample(a: ir.Resample, x: Tensor) -> Tensor:
     if a.kind == "pad":
         return F.pad(x, (*a.across, *a.down), a.mode)
     size, scale = ((a.down, a.across), None) if a.kind == "size" else (None, (a.down, a.across))
-    return F.interpolate(x, size, scale, a.mode, a.align_corners)  # type: ignore[arg-type]
+    return F.interpolate(x, size, scale, a.mode, a.align_corners)
 
 
 @lru_cache(maxsize=512)

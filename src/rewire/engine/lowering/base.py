@@ -264,6 +264,7 @@ class Lowering:
         out = self.outside(Role.INPUT_GRAD, ~ref, ref)
         if len({part.layout for part in parts}) > 1:  # of a parameter and of a tensor
             shape = self.uses.shape(ref)
+            parts = [self.add_up([part], ref) for part in parts]
             parts = [
                 part.seen_as(shape, Layout.CONTIGUOUS)
                 if part.layout is Layout.FLAT

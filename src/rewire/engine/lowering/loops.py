@@ -88,6 +88,9 @@ def loops_of(
         sizes = (image["p"], h, c, w, low.panel)
         return Loops(sizes, 2, image["p"] * h, ("p", "h", "c", "w", "n"), image, rank)
     image = {"p": 1, "c": c, "h": h, "w": w, "n": n}
+    if layout is not Layout.BATCH_LAST and rank == 3:  # (N, C, places): samples are panels
+        image = {"p": 1, "c": c, "h": h, "w": w, "n": n}
+        return Loops((n, 1, c, 1, h), 2, n, ("n", "", "c", "", "h"), image, rank)
     if layout is not Layout.BATCH_LAST:  # in the order of memory: nothing is broadcast
         return Loops((1, 1, 1, 1, math.prod(shape)), 2, 1, ("", "", "", "", "pnchw"), image, rank)
     # Rows of an image are one run, unless an operand is broadcast along one side alone.

@@ -112,8 +112,10 @@ def _norm_backward(low: Lowering, tail: int) -> None:
         return
     norm, z, residual, *_ = stored
     more = None
-    if norm.relu and len(parts) > 1:  # the kernel adds two gradients where it applies a mask
-        more = parts.pop()
+    whole = [part for part in parts if part.window is None]
+    if norm.relu and whole and len(parts) > 1:  # the kernel adds two gradients where it masks them
+        more = whole[-1]
+        parts.remove(more)
     dz, dnorm = low.add_up(parts, norm.node), norm_gradients(low, norm)
     passed, dx = dz, None if dnorm["factors"] else low.like(dz)
     if norm.relu and (dx is None or low.uses.requires_grad(residual)):

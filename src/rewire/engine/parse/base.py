@@ -9,7 +9,7 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine import private
-from rewire.engine.graph import STRIDED, numbers
+from rewire.engine.graph import is_strided, numbers
 from rewire.engine.lazy import LazyTensor
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
@@ -40,7 +40,7 @@ def dtype_of(x: Tensor) -> torch.dtype:
 def is_view(x: Any) -> bool:
     """Whether ``x`` may not lie in memory as its shape says."""
     region = x._region
-    return region is None or region.nodes[x._index][0] in STRIDED
+    return region is None or is_strided(region.nodes, x._index)
 
 
 def are_parameters(dtype: torch.dtype, *tensors: Tensor | None) -> bool:

@@ -92,7 +92,8 @@ def _binary(op: str, in_place: bool, input: Any, other: Any) -> Any:
     if region is None or (in_place and not may_rename(region, input)):  # type: ignore[arg-type]
         return No
     for tensor, given in ((input, left), (other, right)):
-        if given != shape and not _summable(given, shape) and tensor.requires_grad:
+        summed = given == shape or _summable(given, shape) or _is_vector(given, shape)
+        if not summed and tensor.requires_grad:
             return No
     result = dtype if in_place else _promoted(input, other)
     new = _computed(region, op, (input, other), shape, result)
@@ -133,6 +134,11 @@ def _summable(small: tuple[int, ...], full: tuple[int, ...]) -> bool:
 
 
 _LEAST = 2.0**-100  # of a divisor: one over it is a number in every type
+
+
+def _is_vector(small: tuple[int, ...], full: tuple[int, ...]) -> bool:
+    """Whether a broadcast operand has the last dimension of tokens alone: channels of rows."""
+    return len(full) > 2 and math.prod(small) == small[-1:][0] == full[-1] > 1 if small else False
 
 
 def _with_number(op: str, in_place: bool, x: Any, number: float) -> Any:
@@ -192,6 +198,13 @@ def _div(input: Any, other: Any, *, rounding_mode: Any = None, out: Any = None) 
 
 def _div_(input: Any, other: Any, *, rounding_mode: Any = None) -> Any:
     return No if rounding_mode is not None else _binary("div", True, input, other)
+
+
+def _addcmul(input: Any, tensor1: Any, tensor2: Any, *, value: Any = 1, out: Any = None) -> Any:
+    if out is not None or not _is_one(value):
+        return No
+    product = _mul(tensor1, tensor2)
+    return No if product is No else _add(input, product)
 
 
 def _is_one(alpha: Any) -> bool:
@@ -254,6 +267,7 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.neg, Tensor.neg, Tensor.__neg__), _neg),
     **dict.fromkeys((torch.mul, torch.multiply, Tensor.mul, Tensor.__mul__, Tensor.__rmul__), _mul),
     **dict.fromkeys((Tensor.mul_, Tensor.__imul__), _mul_),
+    **dict.fromkeys((torch.addcmul, Tensor.addcmul), _addcmul),
     **dict.fromkeys((torch.div, torch.divide, Tensor.div, Tensor.__truediv__), _div),
     **dict.fromkeys((Tensor.div_, Tensor.__itruediv__), _div_),
     F.dropout: _dropout,

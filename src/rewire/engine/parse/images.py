@@ -108,7 +108,7 @@ def _adaptive_avg_pool2d(input: Any, output_size: Any) -> Any:
     if min(out) < 1:
         return No
     if shape[2] % out[0] or shape[3] % out[1]:
-        return resampled(input, ir.Resample("mean", *out))
+        return resampled(input, "mean", out)
     return _avg_pool2d(input, (shape[2] // out[0], shape[3] // out[1]))
 
 

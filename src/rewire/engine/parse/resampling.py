@@ -1,9 +1,9 @@
-"""Functions as nodes whose pixels are weighted sums of pixels: resizing, padding with pixels, adaptive means."""
+"""Resizing of images, padding with what is in them, and adaptive means as nodes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from rewire.engine.scope import recording
 _IN_FLOAT32 = ("reflect", "replicate")  # paddings that autocast does so
 
 
-def resampled(x: Any, attrs: ir.Resample) -> Any:
+def resampled(
+    x: Any, kind: str, sides: Sequence[Any], mode: str = "", align_corners: bool | None = None
+) -> Any:
     """The node of images of another size."""
-    shape = shape_of(x)
+    attrs, shape = ir.Resample(kind, sides[0], sides[1], mode, align_corners), shape_of(x)
     if type(x) is not LazyTensor or len(shape) != 4 or 0 in shape:
         return No
     dtype = dtype_of(x)
@@ -66,9 +68,9 @@ def _interpolate(
     if mode == "area":
         if not by_size:
             pair = tuple(math.floor(n * by) for n, by in zip(shape[2:], pair, strict=True))
-        return resampled(input, ir.Resample("mean", *pair)) if align_corners is None else No
+        return resampled(input, "mean", pair) if align_corners is None else No
     kind = "size" if by_size else "scale"
-    return resampled(input, ir.Resample(kind, *pair, mode, align_corners))
+    return resampled(input, kind, pair, mode, align_corners)
 
 
 def _upsample(
@@ -86,7 +88,7 @@ def pad_with_pixels(input: Any, pad: Any, mode: str) -> Any:
     if len(pad) not in (2, 4) or not all(type(n) is int for n in pad):
         return No
     around = (*pad, 0, 0)
-    return resampled(input, ir.Resample("pad", around[2:4], around[:2], mode))
+    return resampled(input, "pad", (around[2:4], around[:2]), mode)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {F.interpolate: _interpolate, F.upsample: _upsample}

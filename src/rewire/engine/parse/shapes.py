@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine.graph import numbers
-from rewire.engine.lazy import LazyTensor
+from rewire.engine.lazy import LazyTensor, strides_of
 from rewire.engine.parse.base import No, cast, dtype_of, is_view, shape_of, unary
 from rewire.engine.scope import recording
 
@@ -111,12 +111,13 @@ def _getitem(input: Any, index: Any) -> Any:
     return unary("slice", ir.Slice(steps[2], steps[3]), input, shape)
 
 
-def _view(input: Any, *shape: Any, **keywords: Any) -> Any:
+def _view(input: Any, *shape: Any, copies: bool = False, **keywords: Any) -> Any:
+    """Another shape in place, or else of a copy."""
     if keywords:  # view(size=...), reshape(shape=...)
         return No
     wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
     given = shape_of(input)
-    if type(input) is not LazyTensor or is_view(input) or not wanted or 0 in given:
+    if type(input) is not LazyTensor or input._region is None or not wanted or 0 in given:
         return No
     if not all(type(n) is int for n in wanted):
         return No
@@ -128,20 +129,23 @@ def _view(input: Any, *shape: Any, **keywords: Any) -> Any:
         out[out.index(-1)] = total // rest
     if min(out) < 1 or math.prod(out) != total:
         return No
+    if is_view(input) and not _is_viewable(input, tuple(out)):
+        input = unary("clone", ir.NOTHING, input, given) if copies else No
     return unary("view", ir.View(tuple(out)), input, tuple(out))
 
 
 def _reshape(input: Any, *shape: Any, **keywords: Any) -> Any:
-    """As a view; shuffled channels are copied, as torch does where there is more than one in a group."""
-    if type(input) is LazyTensor and len(shape_of(input)) == 5 and is_view(input):
-        batch, *split, height, width = shape_of(input)
-        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape
-        merged = tuple(wanted) in (
-            (batch, math.prod(split), height, width),
-            (batch, -1, height, width),
-        )
-        input = _contiguous(input) if merged and min(split) > 1 else No
-    return No if input is No else _view(input, *shape, **keywords)
+    return _view(input, *shape, copies=True, **keywords)
+
+
+def _is_viewable(x: Any, shape: tuple[int, ...]) -> bool:
+    """Whether torch gives a value that does not lie in memory as its shape says another one in place."""
+    strides = strides_of(x._region, x._index)
+    try:
+        torch.empty_strided(shape_of(x), strides, device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
@@ -155,7 +159,7 @@ def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
         return No
     if first == last:
         return input
-    return _view(input, (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]))
+    return _reshape(input, (*shape[:first], math.prod(shape[first : last + 1]), *shape[last + 1 :]))
 
 
 def _contiguous(input: Any, *, memory_format: Any = torch.contiguous_format) -> Any:
