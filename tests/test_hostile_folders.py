@@ -311,8 +311,8 @@ def test_lines_of_json_have_null_for_what_is_not_finite() -> None:
 def test_an_update_that_is_not_finite_is_not_saved(more: int, tmp_path: Path) -> None:
     """A loss is finite, and its update is not: at the last step, or with a checkpoint after every one."""
     steps = job_of().schedule.steps_per_epoch
-    config = {"epochs": 1 + (1 + more) / steps, "drops": (1.0,), "lr": 1e-4, "drop_factor": 3e42}
-    job = job_of(method="static", until=None, every=None, weight_decay=100.0, **config)
+    config = {"epochs": 1 + (1 + more) / steps, "drops": (1.0,), "lr": 1e-6, "drop_factor": 1e43}
+    job = job_of(method="static", until=None, every=None, weight_decay=1e4, **config)
     folder = tmp_path / "run"
     every = 1 if more else 10**6
     with pytest.raises(Diverged, match=rf"after the update of step {steps + 1} .* is not finite"):
