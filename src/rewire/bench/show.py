@@ -14,7 +14,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 from rich.text import Text
 
-from rewire.bench.case import CSR, OFF, STEP, Result
+from rewire.bench.case import CHANNELS_LAST, CSR, OFF, STEP, Result
 from rewire.precision import BFLOAT16, FLOAT32, PRECISIONS
 
 _CONVS = "3x3 convolutions of VGG-16, ResNet-56"
@@ -115,7 +115,10 @@ def _table(title: str, what: str, results: Sequence[Result]) -> Table:
     names = ["sparsity", *ours, *(["best"] if len(ours) > 1 else []), "dense", "which is"]
     names += _speed_ups(both)
     for name in (*names, *(["limit fp32"] if bounded else []), *others):
-        table.add_column(name, justify="right", no_wrap=name != "which is")
+        if name == "which is":  # which may wrap, between words
+            table.add_column(name, justify="right", min_width=len(CHANNELS_LAST.strip()))
+        else:
+            table.add_column(name, justify="right", no_wrap=True)
     table.caption = "dense: in the precision and memory format it is fastest in"
     if what == "convolution":
         table.caption = f"a x h x w: four with ReLU; a->b x h x w: one; {table.caption}"
@@ -151,7 +154,7 @@ def _ours(results: Sequence[Result]) -> dict[str, tuple[str, str]]:
     both = any(result.off_ms is not None for result in results)
     alone = OFF if results[0].engine == "off" else "ours"
     found: dict[str, tuple[str, str]] = {}
-    for heading, which in (("engine on" if both else alone, "ours_by"), (OFF, "off_by")):
+    for heading, which in (("on" if both else alone, "ours_by"), ("off", "off_by")):
         for precision in PRECISIONS:
             if any(precision in getattr(result, which) for result in results):
                 found[f"{heading} {short(precision)}"] = (which, precision)
