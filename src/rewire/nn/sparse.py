@@ -202,12 +202,11 @@ class SparseLayer(ConnectedLayer):
     ) -> None:
         names = [prefix + name for name in ("indptr", "indices", "values")]
         weight = state_dict.get(prefix + "weight")
-        if isinstance(weight, Tensor):
-            if weight.shape == MARK.shape:
-                state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
-            elif names[2] not in state_dict:
-                error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
-                return
+        if isinstance(weight, Tensor) and weight.shape == MARK.shape:
+            state_dict = {key: t for key, t in state_dict.items() if key != prefix + "weight"}
+        elif isinstance(weight, Tensor) and not any(name in state_dict for name in names):
+            error_msgs.append(DENSE_STATE.format(prefix.rstrip(".") or type(self).__name__))
+            return
         for name in names:
             if not isinstance(given := state_dict.get(name, self.values), Tensor):
                 error_msgs.append(f"{name} must be a torch.Tensor, got {type(given).__name__}")
