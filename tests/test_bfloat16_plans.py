@@ -287,6 +287,22 @@ def test_a_layer_norm_writes_what_several_layers_read() -> None:
     assert names(plan.forward).count("Pointwise") == 1  # with the cast of what the layers make
 
 
+def test_a_layer_norm_that_is_read_in_float32_writes_its_own_type() -> None:
+    b = Builder()
+    x, weight, bias = b.input(64, 6), b.input(6), b.input(6)
+    normed = b.node("layer_norm", ir.LayerNorm(1e-5, True), (x, weight, bias), (64, 6))
+    of = case(b, b.affine(normed, 2.0, 1.0), dtype=F32)
+    norm, last = of.graph.nodes
+    wide = Node("cast", ir.Cast(F32), (0,), norm.shape, True, F32)
+    nodes = (norm._replace(dtype=BF16), wide, last._replace(inputs=(1,)))
+    first, *metas = of.graph.inputs
+    graph = Graph(nodes, (first._replace(dtype=BF16), *metas), (2,))
+    given, *parameters = of.tensors
+    plan = compare(of._replace(graph=graph, tensors=[given.to(BF16), *parameters])).plan
+    (step,) = (step for step in plan.forward if step.name == "LayerNormForward")
+    assert step.arguments["out_y"].dtype is BF16
+
+
 def test_equal_casts_that_are_outputs_stay() -> None:
     node = Node("cast", ir.Cast(BF16), (~0,), (3, 4), False, BF16)
     graph = Graph((node, node, node), (ir.InputMeta((3, 4), F32, False),), (1, 2))

@@ -229,7 +229,7 @@ def compared(on: nn.Module, batch: int) -> rewire.Explanation:
     return rewire.explain(on.train(), x)
 
 
-@pytest.mark.parametrize("batch", [3, 64])
+@pytest.mark.parametrize("batch", [1, 3, 64])
 @pytest.mark.parametrize("name", KNOWN)
 def test_it_is_recorded_and_right(name: str, batch: int) -> None:
     torch.manual_seed(0)
@@ -288,7 +288,7 @@ UNKNOWN: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("batch", [3, 64])
+@pytest.mark.parametrize("batch", [1, 3, 64])
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_left_to_torch_is_right_as_well(name: str, batch: int) -> None:
     torch.manual_seed(0)

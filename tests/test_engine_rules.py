@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from engine_graphs import Builder
+from rewire.engine import graph as ir
 from rewire.engine import rules
+from rewire.engine.channels import channels_second
 from rewire.engine.lowering import lower
 from rewire.engine.rules import ResidualSum, Uses
 
@@ -222,3 +224,50 @@ def test_a_watched_layer_is_not_fused_with_what_is_before_it() -> None:
     assert [(node, x.shape, dy.shape) for node, x, dy in seen] == [
         (watched, (2, 5, 4, 4), (2, 2, 4, 4))
     ]
+
+
+def test_a_group_norm_is_moments_and_one_pass_with_what_follows() -> None:
+    b = Builder()
+    x = b.conv(b.input(128, 3, 4, 4), 6)
+    y = b.activation(b.group_norm(x, 2), "silu")
+    forward, backward = steps(b, y)
+    assert forward == ["ConvForward", "GroupMoments", "Pointwise + sub + mul + add + silu"]
+    large = [step for step in backward if step.startswith(("Conv", "Group", "Pointwise + "))]
+    assert large == ["Pointwise + sub + mul + add + silu", "GroupMomentsBackward", "ConvBackward"]
+    plan = lower(b.graph(y), PANEL)
+    (step,) = (step for step in plan.backward if step.name == "GroupMomentsBackward")
+    assert step.arguments["more"] is not None  # the gradient past the moments, which it adds
+
+
+def test_a_channel_shuffle_is_one_copy() -> None:
+    b = Builder()
+    x = b.conv(b.input(128, 3, 4, 4), 6)
+    split = b.view(x, 128, 2, 3, 4, 4)
+    turned = b.node("permute", ir.Permute((0, 2, 1, 3, 4)), (split,), (128, 3, 2, 4, 4))
+    y = b.conv(b.view(b.clone(turned), 128, 6, 4, 4), 5)
+    forward, backward = steps(b, y)
+    assert forward == ["ConvForward", "Pointwise", "ConvForward"]
+    assert backward == ["ConvBackward", "Pointwise", "ConvBackward"]
+
+
+def test_one_number_for_each_sample_is_repeated_for_rows() -> None:
+    b = Builder()
+    x = b.node("permute", ir.Permute((0, 2, 1)), (b.view(b.input(4, 6, 3, 3), 4, 6, 9),), (4, 9, 6))
+    y = b.node("layer_norm", ir.LayerNorm(1e-5, True), (x, None, None), (4, 9, 6))
+    z = b.binary("mul", y, b.input(4, 1, 1, grad=False))
+    nodes = channels_second(b.graph(z)).graph.nodes
+    assert [node.shape for node in nodes if node.op in ("resample", "mul")] == [
+        (4, 1, 9, 1),
+        (36, 6),
+    ]
+
+
+def test_a_scale_of_channels_that_are_last_turns_nothing() -> None:
+    b = Builder()
+    image = b.conv(b.input(3, 3, 8, 8), 6)
+    x = b.node("permute", ir.Permute((0, 2, 3, 1)), (image,), (3, 8, 8, 6))
+    y = b.node("layer_norm", ir.LayerNorm(1e-5, True), (x, None, None), (3, 8, 8, 6))
+    scaled = b.binary("mul", y, b.input(6))
+    z = b.node("permute", ir.Permute((0, 3, 1, 2)), (scaled,), (3, 6, 8, 8))
+    nodes = channels_second(b.graph(z)).graph.nodes
+    assert "turn" not in [node.op for node in nodes]

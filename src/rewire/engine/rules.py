@@ -66,9 +66,10 @@ def relu_after(uses: Uses, node: int) -> int | None:
 
 
 def cast_after(uses: Uses, node: int) -> int | None:
-    """The cast that is the only reader of a layer norm, which writes what the cast does."""
+    """The cast to half the precision that is the only reader of a layer norm, which writes what it does."""
     reader = uses.sole_reader(node)
-    return reader if uses.is_op(reader, "cast") else None
+    narrows = uses.dtype(node) is not torch.bfloat16
+    return reader if narrows and uses.is_op(reader, "cast") else None
 
 
 def tail(uses: Uses, node: int) -> int:
