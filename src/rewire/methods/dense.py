@@ -35,7 +35,7 @@ class Dense(Rewirer):
         self._followers = Followers(model)
         self.every, self.until, self.fraction = every, until, fraction
         self.scope, self.seed = scope, seed
-        self._sites, self._probes, self._armed, self._known = [], [], False, Alone()
+        self._views, self._probes, self._armed, self._known = [], [], False, Alone()
         self.history = History([])
 
     def due(self, t: int) -> bool:

@@ -17,7 +17,7 @@ from rewire.methods.base import Rewirer
 from rewire.methods.change import select
 from rewire.methods.handover import hand_over
 from rewire.methods.history import Rewiring
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 
 CURVES = ("cubic", "cosine")
 
@@ -89,8 +89,8 @@ class Gradual(Rewirer):
             scope=scope,
             seed=seed,
         )
-        active = sum(site.layer.count for site in self._sites)
-        self.initial = 1 - active / sum(map(_size, self._sites))
+        active = sum(view.layer.count for view in self._views)
+        self.initial = 1 - active / sum(map(_size, self._views))
         self.handed_over = False
 
     def target(self, t: int) -> float:
@@ -115,20 +115,20 @@ class Gradual(Rewirer):
         """Nothing."""
         return None
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Keep the largest weights."""
-        for group in self.groups(sites):
+        for group in self.groups(views):
             kept = held(sum(map(_size, group)), 1 - self.target(self.t))
-            active = sum(site.layer.count for site in group)
-            spare = sum(max(0, site.layer.count - 1) for site in group)
+            active = sum(view.layer.count for view in group)
+            spare = sum(max(0, view.layer.count - 1) for view in group)
             count = min(max(0, active - kept), spare)
-            select(group, "pruned", [self.survival(site) for site in group], count)
-            for site in group:
-                site.grown = torch.zeros(0, dtype=torch.bool)
+            select(group, "pruned", [self.survival(view) for view in group], count)
+            for view in group:
+                view.grown = torch.zeros(0, dtype=torch.bool)
 
-    def explore(self, site: Site) -> Connections:
+    def explore(self, view: LayerView) -> Connections:
         """Nothing grows."""
-        return site.choose(0)
+        return view.choose(0)
 
     def step(self) -> Rewiring | None:
         """Count a training step; prune if it is due, and hand over once the target is reached."""
@@ -150,9 +150,9 @@ class Gradual(Rewirer):
         model = self._model()
         assert model is not None, "the model is gone"
         new = hand_over(model, self.optimizer)
-        for site in self._sites:
-            site.layer = new.get(site.layer, site.layer)
-            site.clear()
+        for view in self._views:
+            view.layer = new.get(view.layer, view.layer)
+            view.clear()
         self.handed_over = True
         self._followers.bring()
 
@@ -172,5 +172,5 @@ class Gradual(Rewirer):
             self.hand_over()
 
 
-def _size(site: Site) -> int:
-    return site.layer.domain.size
+def _size(view: LayerView) -> int:
+    return view.layer.domain.size

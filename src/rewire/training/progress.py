@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rewire.training.words import duration, images, percent, report, title
+from rewire.training.formatting import duration, images, percent, report, title
 
 if TYPE_CHECKING:
     from rewire.training.loop import Trainer

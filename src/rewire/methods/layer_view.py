@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rewire.methods.change import Replaced
 
 
-class Site:
+class LayerView:
     """One layer as a method's rules see it, whatever its storage.
 
     Attributes:
@@ -261,6 +261,10 @@ class Site:
             setattr(self, name, value)
 
 
+Site = LayerView
+"""Its earlier name."""
+
+
 def _wide(x: Tensor) -> Tensor:
     """In the type of sums and scores."""
     return x.to(numbers(x.dtype))
@@ -285,8 +289,8 @@ def _expect(name: str, tensor: Tensor, like: Like) -> None:
 class Probe:
     """Shows a rewirer what its layers see in their backward passes, as long as it lives."""
 
-    def __init__(self, observe: Callable[[Site, Batch], None], site: Site) -> None:
-        self._observe, self._site = weakref.WeakMethod(observe), site
+    def __init__(self, observe: Callable[[LayerView, Batch], None], view: LayerView) -> None:
+        self._observe, self._view = weakref.WeakMethod(observe), view
 
     @property
     def alive(self) -> bool:
@@ -295,14 +299,14 @@ class Probe:
 
     def __call__(self, conv: Convolution, x: Tensor, dy: Tensor) -> None:
         """Called by the layer in its backward pass."""
-        observe, layer = self._observe(), self._site.layer
+        observe, layer = self._observe(), self._view.layer
         if observe is None:
             layer.probe = None
         elif layer.parameter.requires_grad:
-            observe(self._site, Batch(conv, _wide(x.detach()), _wide(dy.detach())))
+            observe(self._view, Batch(conv, _wide(x.detach()), _wide(dy.detach())))
 
 
-def find(model: nn.Module) -> list[Site]:
+def find(model: nn.Module) -> list[LayerView]:
     """The layers of a model that can be rewired."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -317,9 +321,9 @@ def find(model: nn.Module) -> list[Site]:
                 f"{other} and {name} share one parameter, but not their connections; use the same layer "
                 "in both places instead"
             )
-    return [Site(name, layer, index) for index, (name, layer) in enumerate(found)]
+    return [LayerView(name, layer, index) for index, (name, layer) in enumerate(found)]
 
 
-def parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
+def parameters(views: Sequence[LayerView]) -> dict[str, nn.Parameter]:
     """Their weights, by name."""
-    return {f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites}
+    return {f"{view.name}.{view.layer.holds}".lstrip("."): view.layer.parameter for view in views}
