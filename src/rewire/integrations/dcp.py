@@ -37,7 +37,7 @@ def save(state: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> Non
 
 
 def load(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :func:`save` has written, on the CPU.
+    """Read a checkpoint that :func:`save` has written; its tensors are on the CPU.
 
     Example:
         >>> state = load(folder)  # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""One layer as a method sees it, and the probe that sits in it while a rewiring is due."""
+"""The view of a layer that a method works on, and the probe in the layer while a rewiring is due."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class LayerView:
-    """One layer as a method's rules see it, whatever its storage.
+    """A view of one layer for a method's rules, independent of its storage.
 
     Attributes:
         name: of the layer in the model.
