@@ -28,7 +28,7 @@ from rewire.sampling import DRAWS, Batch
 
 
 class Rewirer:
-    r"""Base class of all methods: every so many steps some connections go and as many others come.
+    r"""Base class of all methods: every so many steps it prunes some connections and grows as many others.
 
     A method is three small rules:
 
@@ -135,7 +135,7 @@ class Rewirer:
 
     @property
     def conserves(self) -> str | None:
-        """Whose number of connections stays: the model's ("global"), each layer's ("layer"), or None."""
+        """Whose number of connections is constant: the model's ("global"), each layer's ("layer"), or None."""
         return self.scope
 
     def groups(self, views: Sequence[LayerView]) -> list[Sequence[LayerView]]:
@@ -225,7 +225,7 @@ class Rewirer:
         return self._known
 
     def watches(self, t: int) -> bool:
-        """Whether the backward passes of step t are to be seen; if it ends with a rewiring."""
+        """Whether the backward passes of step t are observed; by default those before a rewiring."""
         return self.due(t)
 
     def has_seen(self, view: LayerView) -> bool:
@@ -246,7 +246,7 @@ class Rewirer:
         self._armed = wanted
 
     def observe(self, view: LayerView, batch: Batch) -> None:
-        """Take what a probe has seen in a backward pass: draw S in the first, add the gradient at S."""
+        """Process what a probe saw in a backward pass: draw S in the first, add the gradient at S."""
         if view.subset is None and view.dense is None:
             view.batch = batch._replace(group=self._group)
             self._explore(view, self.t + 1)
@@ -265,13 +265,13 @@ class Rewirer:
 
     @property
     def subsets(self) -> dict[str, Connections]:
-        """S of each layer that has explored one for the next rewiring; of everything, what would grow."""
+        """The subset S of each layer for the next rewiring; where S is everything, what would grow."""
         with self._listed():
             return {view.name: view.subset for view in self._views if view.subset is not None}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient at S of each such layer, as far as it is summed up."""
+        """The gradient at S of each layer that has one, summed up so far."""
         with self._listed():
             return {view.name: view.gradient for view in self._views if view.gradient is not None}
 
@@ -360,7 +360,7 @@ class Rewirer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back, with its settings; then load the model's and the optimizer's."""
+        """Restore state and settings; load the model's and the optimizer's state after it."""
         if state["method"] != type(self).__name__:
             raise ValueError(f"this is the state of a {state['method']}, not {type(self).__name__}")
         names = [view.name for view in self._views]
@@ -394,7 +394,7 @@ class Rewirer:
         )
 
     def memory_of(self, view: LayerView) -> Mapping[str, Like]:
-        """What the tensors are like that the method keeps in ``view.memory``; saved ones are compared."""
+        """Shape and dtype of the tensors in ``view.memory``, which loaded ones must have."""
         return {}
 
     def _checked_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class Beforehand(Rewirer):
             )
 
     def watches(self, t: int) -> bool:
-        """Not the step's own backward passes, if there are other batches."""
+        """Whether the step's own backward passes are observed: not if there are ``growth_batches``."""
         return self._looking if self.growth_batches else super().watches(t)
 
     def _rewire(self) -> Rewiring | None:

@@ -61,7 +61,7 @@ def keep_best(scores: Tensor) -> Tensor:
 
 
 def subset_of(view: LayerView) -> Connections:
-    """S, which is explored by now."""
+    """The subset S; raises if there is none yet."""
     assert view.subset is not None
     return view.subset
 
@@ -119,7 +119,7 @@ class Replaced(NamedTuple):
     grown: Tensor
 
     def follow(self, tensor: Tensor, fresh: float = 0.0) -> Tensor:
-        """What belonged to the former connections as it belongs to these, ``fresh`` where one is grown."""
+        """Elements of the former connections, carried over to the new ones; ``fresh`` for grown ones."""
         return ops.follow(tensor, self.source, fresh)
 
 
@@ -173,7 +173,7 @@ def plan(view: LayerView, optimizer: Optimizer) -> Change | None:
 
 
 def apply(view: LayerView, change: Change | None) -> None:
-    """Make the change."""
+    """Apply the change to the layer and its optimizer."""
     if change is not None:
         view.layer.set_connections(change.connections, change.values)
         optim.put(view.layer.parameter, change.optimizer)
@@ -182,7 +182,7 @@ def apply(view: LayerView, change: Change | None) -> None:
 
 
 def part(view: LayerView) -> LayerRewiring:
-    """What has happened to a layer."""
+    """What the rewiring did to the layer, for the history."""
 
     def size(mask: Tensor | None) -> int:
         return 0 if mask is None else ops.number(mask)

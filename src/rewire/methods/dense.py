@@ -39,5 +39,5 @@ class Dense(Rewirer):
         self.history = History([])
 
     def due(self, t: int) -> bool:
-        """Never."""
+        """False: dense models are never rewired."""
         return False

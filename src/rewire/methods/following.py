@@ -20,7 +20,7 @@ class Followers:
         self._references: list[weakref.ref[nn.Module]] = []
 
     def add(self, averaged: nn.Module) -> None:
-        """One more, which gets the model's connections now."""
+        """Add a copy, which gets the model's connections now."""
         model = self._model()
         if model is not None:
             averaging.bring(averaged, model)
@@ -33,11 +33,11 @@ class Followers:
         copies.check({view.name: view.layer for view in views})
 
     def observe(self, views: Sequence[LayerView]) -> None:
-        """To be called a step before :meth:`check`."""
+        """Note the state of the copies; call it one step before :meth:`check`."""
         copies.observe({view.name: view.layer for view in views})
 
     def bring(self) -> None:
-        """Give all of them the model's connections."""
+        """Give all copies the model's connections."""
         for averaged, model in self._alive():
             averaging.bring(averaged, model)
 

@@ -101,18 +101,18 @@ class Gradual(Rewirer):
         return float(self.sparsity + (self.initial - self.sparsity) * left)
 
     def alpha(self, t: int) -> float:
-        """The share of the connections that goes at step t."""
+        """The share of the connections that step t prunes."""
         before = (t - 1) // self.every * self.every  # the last pruning, or none yet
         return max(0.0, 1 - (1 - self.target(t)) / (1 - self.target(before)))
 
     def due(self, t: int) -> bool:
-        """Every so many steps between begin and until, and at until."""
+        """Whether a step prunes: every ``every`` steps after ``begin``, and at ``until``."""
         assert self.until is not None
         return self.begin < t <= self.until and (t % self.every == 0 or t == self.until)
 
     @property
     def conserves(self) -> None:
-        """Nothing."""
+        """None: the number of connections falls."""
         return None
 
     def choose(self, views: Sequence[LayerView]) -> None:
@@ -127,7 +127,7 @@ class Gradual(Rewirer):
                 view.grown = torch.zeros(0, dtype=torch.bool)
 
     def explore(self, view: LayerView) -> Connections:
-        """Nothing grows."""
+        """No connections: nothing grows."""
         return view.choose(0)
 
     def step(self) -> Rewiring | None:

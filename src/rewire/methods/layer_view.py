@@ -68,7 +68,7 @@ class LayerView:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what belongs to one rewiring."""
+        """Clear the state of one rewiring."""
         self._active: Connections | None = None
         self.explored_beside: Connections | None = None  # A as it was then
         self.batch = self.subset = self.dense = self.gradient = None
@@ -108,7 +108,7 @@ class LayerView:
         return sampling.draw(self.active, factor, self.stream, weights)
 
     def choose(self, count: int) -> Connections:
-        """So many inactive connections (or all there are), uniformly at random."""
+        """``count`` inactive connections (or all there are), uniformly at random."""
         return sampling.choose(self.active, count, self.stream)
 
     def random(self, count: int) -> Tensor:
@@ -200,7 +200,7 @@ class LayerView:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         self.put(self.checked(state, {}))
 
     def checked(self, state: Mapping[str, Any], memory: Mapping[str, Like]) -> dict[str, Any]:
@@ -255,7 +255,7 @@ class LayerView:
         return found
 
     def put(self, checked: Mapping[str, Any]) -> None:
-        """Take what :meth:`checked` has found."""
+        """Store what :meth:`checked` returned."""
         self.clear()
         for name, value in checked.items():
             setattr(self, name, value)
@@ -271,7 +271,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Like(NamedTuple):
-    """What a tensor must be like."""
+    """Shape and dtype that a tensor must have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -325,5 +325,5 @@ def find(model: nn.Module) -> list[LayerView]:
 
 
 def parameters(views: Sequence[LayerView]) -> dict[str, nn.Parameter]:
-    """Their weights, by name."""
+    """The parameters of the layers, by name."""
     return {f"{view.name}.{view.layer.holds}".lstrip("."): view.layer.parameter for view in views}
