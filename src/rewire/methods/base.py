@@ -135,7 +135,7 @@ class Rewirer:
 
     @property
     def conserves(self) -> str | None:
-        """Whose number of connections is constant: the model's ("global"), each layer's ("layer"), or None."""
+        """What keeps its number of connections: the model ("global"), each layer ("layer"), or None."""
         return self.scope
 
     def groups(self, views: Sequence[LayerView]) -> list[Sequence[LayerView]]:
