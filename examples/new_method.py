@@ -13,14 +13,14 @@ from rewire import data, models
 class Saliency(rewire.Rewirer):
     """Prunes where removing a weight changes the loss least, to first order; grows like GSE."""
 
-    def explore(self, site: rewire.Site) -> rewire.Connections:
-        return site.draw(1.0)  # S: one random draw per active connection
+    def explore(self, view: rewire.LayerView) -> rewire.Connections:
+        return view.draw(1.0)  # S: one random draw per active connection
 
-    def growth(self, site: rewire.Site) -> Tensor:
-        return site.gradient.abs()  # of the loss, at S: the largest grow
+    def growth(self, view: rewire.LayerView) -> Tensor:
+        return view.gradient.abs()  # of the loss, at S: the largest grow
 
-    def survival(self, site: rewire.Site) -> Tensor:
-        return (site.weights * site.slopes).abs()  # at A: the smallest go
+    def survival(self, view: rewire.LayerView) -> Tensor:
+        return (view.weights * view.slopes).abs()  # at A: the smallest go
 
 
 def train(method: type[rewire.Rewirer], epochs: int, sparsity: float, seed: int) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import rewire
 import rewired
 from rewire import SparseLinear
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 from rewired import METHODS
 from rewirings import (
     Batch,
@@ -132,13 +132,13 @@ def test_a_rewiring_of_residual_blocks_on_the_engine(way: str, distribution: str
 class Watching(rewire.GSE):
     """Remembers what its rules were given."""
 
-    def explore(self, site: Site) -> Any:
-        self.batch = site.batch
-        return super().explore(site)
+    def explore(self, view: LayerView) -> Any:
+        self.batch = view.batch
+        return super().explore(view)
 
-    def choose(self, sites: Sequence[Site]) -> None:
-        self.seen = [site.gradient for site in sites]
-        super().choose(sites)
+    def choose(self, views: Sequence[LayerView]) -> None:
+        self.seen = [view.gradient for view in views]
+        super().choose(views)
 
 
 @pytest.mark.parametrize("recorded", [True, False])
@@ -176,13 +176,13 @@ def test_rigl_looks_at_the_gradient_of_the_dense_twin_in_float32() -> None:
     with torch.autocast("cpu", BF16):
         model(x).float().square().sum().backward()
         twin(x).float().square().sum().backward()
-        for site in rewirer._sites:
-            dense = twin.get_submodule(site.name).weight.grad
+        for view in rewirer._views:
+            dense = twin.get_submodule(view.name).weight.grad
             assert isinstance(dense, Tensor)
             if dense.dim() == 4:
                 dense = dense.permute(0, 2, 3, 1).flatten(1)
-            assert site.dense is not None
-            found = site.dense.rows(0, site.layer.n_out)
+            assert view.dense is not None
+            found = view.dense.rows(0, view.layer.n_out)
             assert found.dtype is F32
             assert float((found - dense).norm()) <= 0.03 * float(dense.norm())
 

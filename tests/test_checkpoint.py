@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rewire
 from rewire import files, models
 from rewire.saving import read_notes
-from rewire.training import checkpoint, toml, tree
+from rewire.training import checkpoint, json_codec, toml
 from rewire.training.checkpoint import CheckpointError
 
 # Nested values ------------------------------------------------------------------------------------
@@ -42,8 +42,8 @@ def same(a: Any, b: Any) -> bool:
 
 
 def through_json(value: Any) -> Any:
-    encoded, tensors = tree.encode(value)
-    return tree.decode(json.loads(json.dumps(encoded, allow_nan=False)), tensors)
+    encoded, tensors = json_codec.encode(value)
+    return json_codec.decode(json.loads(json.dumps(encoded, allow_nan=False)), tensors)
 
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -90,14 +90,14 @@ def test_an_ordered_dict_comes_back_as_a_dict_in_its_order() -> None:
 
 def test_what_cannot_be_saved_is_named() -> None:
     with pytest.raises(TypeError, match=r"optimizer\.0\.hook is a function"):
-        tree.encode({"optimizer": [{"hook": lambda: None}]})
+        json_codec.encode({"optimizer": [{"hook": lambda: None}]})
     with pytest.raises(TypeError, match=r"a is a tensor that cannot be saved"):
-        tree.encode({"a": torch.eye(2).to_sparse()})
+        json_codec.encode({"a": torch.eye(2).to_sparse()})
 
 
 def test_tensors_are_copies() -> None:
     values = torch.zeros(3)
-    _, tensors = tree.encode([values, values[1:]])
+    _, tensors = json_codec.encode([values, values[1:]])
     values += 1
     assert not any(tensor.any() for tensor in tensors.values())
 

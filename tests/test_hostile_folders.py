@@ -22,7 +22,7 @@ import rewire
 from rewire import files, saving
 from rewire.cli import app
 from rewire.report.write import write as write_report
-from rewire.training import checkpoint, use
+from rewire.training import checkpoint, inference
 from rewire.training.config import resolve
 from rewire.training.folder import Folder, RunError, plain
 from rewire.training.interrupts import Interrupts
@@ -75,7 +75,7 @@ def lines_of(path: Path) -> list[dict[str, Any]]:
 def test_reading_a_folder_leaves_what_a_writer_is_writing(stopped: Path) -> None:
     hidden = stopped / "checkpoints" / f"{files.HIDDEN}1-step-99999999"
     hidden.mkdir()
-    use.load(stopped)
+    inference.load(stopped)
     assert hidden.exists()
     with Folder(stopped) as folder:
         folder.load()
@@ -139,7 +139,7 @@ def test_an_edited_config_is_refused_with_what_differs(stopped: Path) -> None:
     with pytest.raises(RunError, match=r"lr 0\.1 there, 0\.2 here"):
         train(job_of(lr=0.2), stopped)
     with pytest.raises(RunError, match=r"lr 0\.1 there"):
-        use.load(stopped)
+        inference.load(stopped)
 
 
 def test_the_model_of_another_run_is_refused(done: Path, tmp_path: Path) -> None:
@@ -370,7 +370,7 @@ def test_an_update_that_is_not_finite_is_not_saved(more: int, tmp_path: Path) ->
     with pytest.raises(Diverged, match=rf"after the update of step {steps + 1} .* is not finite"):
         train(job, folder, every=every)
     assert not (folder / "model.safetensors").exists()
-    model, what = use.load(folder)
+    model, what = inference.load(folder)
     assert f"step-{steps:08}" in what
     assert all(bool(p.isfinite().all()) for p in model.parameters())
     train(job, folder, every=every, through_nan=True)
@@ -454,6 +454,6 @@ def test_a_damaged_config_is_refused_by_name(how: str, stopped: Path) -> None:
             if Folder(stopped).config() == settings:
                 continue
         with pytest.raises(RunError, match=r"config\.toml"):
-            use.load(stopped)
+            inference.load(stopped)
         refused += 1
     assert refused > 30

@@ -195,16 +195,16 @@ class Hostile(rewire.SET):
     other: Any = None
     weights: Any = None
 
-    def explore(self, site: Any) -> Connections:
+    def explore(self, view: Any) -> Connections:
         if self.weights is not None:
-            return site.draw(1.0, self.weights)  # type: ignore[no-any-return]
-        return self.other or super().explore(site)
+            return view.draw(1.0, self.weights)  # type: ignore[no-any-return]
+        return self.other or super().explore(view)
 
-    def choose(self, sites: Any) -> None:
-        super().choose(sites)
+    def choose(self, views: Any) -> None:
+        super().choose(views)
         if self.masks is not None:
             for name, mask in self.masks.items():
-                setattr(sites[0], name, mask)
+                setattr(views[0], name, mask)
 
 
 def hostile(**rules: Any) -> Rewirer:
@@ -222,7 +222,7 @@ def test_masks_of_a_wrong_length(name: str, size: int) -> None:
     masks["grown"] = torch.zeros(500, dtype=torch.bool)  # S is all the others
     masks[name] = torch.zeros(size, dtype=torch.bool)
     with pytest.raises(ValueError, match=f"set '{name}'"):
-        hostile(masks=masks, explore=lambda site: rewire.sampling.inactive(site.active)).step()
+        hostile(masks=masks, explore=lambda view: rewire.sampling.inactive(view.active)).step()
 
 
 def test_masks_of_a_wrong_type() -> None:
@@ -234,10 +234,10 @@ def test_masks_of_a_wrong_type() -> None:
 @pytest.mark.parametrize("units", [(31, 20), (29, 20), (3000, 20), (30, 21), (30, 19)])
 def test_an_s_of_other_units(units: tuple[int, int]) -> None:
     rewirer = hostile(other=Connections.random(*units, 40))
-    before = rewirer._sites[0].layer.indices.clone()  # type: ignore[union-attr, operator]
+    before = rewirer._views[0].layer.indices.clone()  # type: ignore[union-attr, operator]
     with pytest.raises(ValueError, match="20 x 30"):
         rewirer.step()
-    assert torch.equal(rewirer._sites[0].layer.indices, before)  # type: ignore[arg-type]
+    assert torch.equal(rewirer._views[0].layer.indices, before)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("sizes", [(29, 20), (31, 20), (30, 19), (30, 21), (0, 20), (30, 5000)])

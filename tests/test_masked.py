@@ -361,7 +361,7 @@ def test_snfs_by_definition() -> None:
     share = {n: removed * m / sum(mean.values()) for n, m in mean.items()}
     free = {n: m.numel() - len(before[n]) for n, m in momentum.items()}
     full = [n for n in share if share[n] > free[n]]
-    memories = {site.name: site.memory["momentum"] for site in rewirer._sites}
+    memories = {view.name: view.memory["momentum"] for view in rewirer._views}
     for name, matrix in momentum.items():
         torch.testing.assert_close(memories[name], matrix)
         grown = set(after[name]) - set(before[name])

@@ -136,16 +136,16 @@ def test_rules_that_break_the_contract_are_told() -> None:
         Bad(model, sgd(model), every=1, until=9).step()
 
     class Short(rewire.SET):
-        def survival(self, site: rewire.Site) -> Tensor:
+        def survival(self, view: rewire.LayerView) -> Tensor:
             return torch.ones(3)
 
     with pytest.raises(ValueError, match="3 scores for"):
         Short(model, sgd(model), every=1, until=9).step()
 
     class Greedy(rewire.SET):
-        def choose(self, sites: Any) -> None:
-            super().choose(sites)
-            sites[0].pruned[:] = False
+        def choose(self, views: Any) -> None:
+            super().choose(views)
+            views[0].pruned[:] = False
 
     with pytest.raises(RuntimeError, match="must stay"):
         Greedy(model, sgd(model), every=1, until=9).step()
@@ -157,9 +157,9 @@ def test_nan_is_never_preferred() -> None:
         layer, sgd(layer, lr=0.0), every=1, until=9, fraction=lambda t: 0.3, subset=9.0
     )
     layer.values.grad = None
-    site = rewirer._sites[0]
+    view = rewirer._views[0]
     layer(torch.ones(1, 3)).sum().backward()
-    site.gradient = torch.tensor([float("nan"), 1.0, 2.0])
+    view.gradient = torch.tensor([float("nan"), 1.0, 2.0])
     rewirer.step()
     assert keys(layer.connections) == {0, 4, 5}
 

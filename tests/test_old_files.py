@@ -22,7 +22,7 @@ import rewire
 from rewire import SparseConv2d, SparseLayer, SparseLinear
 from rewire.optim import reshape_old_state
 from rewire.report.write import write
-from rewire.training import checkpoint, use
+from rewire.training import checkpoint, inference
 from rewire.training.folder import Folder
 from rewire.training.job import Job, load_data
 from test_training import job_of, result, run
@@ -137,7 +137,7 @@ def test_runs_of_each_release_go_on(release: str, tmp_path: Path) -> None:
 def test_finished_runs_of_each_release_are_read(release: str, tmp_path: Path) -> None:
     path = OLD / release / "done"
     *_, end = Folder(path).read()
-    tested = use.evaluate(path, torch.device("cpu"))
+    tested = inference.evaluate(path, torch.device("cpu"))
     assert tested.accuracy == pytest.approx(end["accuracy"], abs=0.01)
     page = write([path], tmp_path / "report.html")
     assert [run.status for run in page.runs] == ["finished"]

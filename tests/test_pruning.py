@@ -375,7 +375,7 @@ def test_gradual_follows_its_schedule_and_hands_over() -> None:
     groups = [len(group["params"]) for group in optimizer.param_groups]
     for step in range(30):
         gradual_steps(run, range(step, step + 1))
-        counts.append(sum(site.layer.count for site in rewirer._sites))
+        counts.append(sum(view.layer.count for view in rewirer._views))
         if step + 1 in (5, 10, 15, 20, 22):
             wanted = 0.9 * (1 - (1 - (step + 1) / 22) ** 3)
             assert counts[-1] == math.ceil((1 - wanted) * total - 1e-6)

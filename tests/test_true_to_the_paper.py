@@ -93,8 +93,8 @@ def test_gse_runs_that_function(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_scores_that_gse_would_ignore_are_refused() -> None:
     for rule in ("growth", "survival"):
         with pytest.raises(TypeError, match=rf"Other.{rule}\(\) would not be used"):
-            type("Other", (rewire.GSE,), {rule: lambda self, site: site.weights})
-    type("Other", (rewire.GSE,), {"explore": lambda self, site: site.draw(1.0)})
+            type("Other", (rewire.GSE,), {rule: lambda self, view: view.weights})
+    type("Other", (rewire.GSE,), {"explore": lambda self, view: view.draw(1.0)})
 
 
 def test_the_page_on_methods_quotes_that_function() -> None:

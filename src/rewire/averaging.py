@@ -89,12 +89,12 @@ class EMA(nn.Module):
         self._seen: dict[str, Connections] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the averaged model computes."""
+        """Run the averaged model."""
         return self.module(*args, **kwargs)
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take the model's weights into the average; to be called after ``rewirer.step()``."""
+        """Update the average with the model's weights; call it after ``rewirer.step()``."""
         model = self._model()
         if model is None:
             raise RuntimeError("the model that this is an average of does not exist any more")
@@ -130,7 +130,7 @@ class EMA(nn.Module):
             self._seen = {name: layer.connections for name, layer in layers.items()}
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As that of any module; the average has its own connections."""
+        """Load a state dict; the average gets the connections saved in it."""
         self._seen = {}
         return super().load_state_dict(*args, **kwargs)
 

@@ -170,7 +170,7 @@ def assign(
 
 
 def held(weights: int, density: float) -> int:
-    """How many of so many weights a density means, rounded up: of all methods that meet it exactly."""
+    """The number of connections at a density, rounded up; for methods that meet it exactly."""
     return math.ceil(density * weights * (1 - 1e-9))
 
 

@@ -75,14 +75,14 @@ class Domain:
             )
 
     def unpacked(self, packed: Connections) -> Connections:
-        """Connections of the layer, from those that have columns for inputs."""
+        """The layer's connections, from connections whose inputs are column indices."""
         if self.groups == 1:
             return packed
         inputs = self.inputs(packed.outputs(), packed.inputs()).int()
         return Connections(self.n_in, self.n_out, packed.indptr, inputs, self.groups, self.taps)
 
     def taken(self, connections: Connections) -> Connections:
-        """These connections as some of this domain; raises if they are not."""
+        """The connections, after checking that all of them belong to this domain."""
         if connections.domain == self:
             return connections
         if (connections.n_in, connections.n_out) != (self.n_in, self.n_out):
@@ -181,7 +181,7 @@ class Connections:
         return self.indptr.diff().long()
 
     def where(self, mask: Tensor) -> Connections:
-        """Those of a mask over these connections, in linear time."""
+        """The connections selected by a mask, in linear time."""
         mask = mask.to(self.indices.device)
         before = torch.zeros(len(self) + 1, dtype=torch.int32, device=mask.device)
         before[1:] = mask.cumsum(0)

@@ -1,4 +1,4 @@
-"""What training takes by method, as Evci et al. (2020) count it, from the FLOPs of forward passes.
+"""Training FLOPs by method, as Evci et al. (2020) count them, from the FLOPs of forward passes.
 
 A sample costs a forward pass, the gradient of its activations and the gradient of the weights. What
 choosing, sorting and drawing connections takes is not counted.
@@ -54,7 +54,7 @@ class Cost:
 
 
 def costs(here: Flops, before: Sequence[Flops], setting: Setting) -> list[Cost]:
-    """What every method takes.
+    """The training FLOPs of every method.
 
     Args:
         here: the forward pass at the target.
@@ -89,7 +89,7 @@ PAPER_SAVING = {0.95: 0.024, 0.99: 0.133}
 
 @dataclass(frozen=True)
 class Saving:
-    """How much less GSE takes than RigL, both ways of taking the ratio.
+    """The share of FLOPs that GSE saves over RigL, relative to either of the two.
 
     Attributes:
         sparsity: of the layers that are sparse.

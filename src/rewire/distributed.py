@@ -82,7 +82,7 @@ def _initialized() -> bool:
 
 
 def rank() -> int:
-    """The number of this process, 0 if it is alone."""
+    """The rank of this process; 0 if there is only one."""
     return dist.get_rank() if _initialized() else 0
 
 
@@ -232,7 +232,7 @@ class Parallel:
 
     @property
     def traffic(self) -> Traffic:
-        """What has travelled so far."""
+        """The bytes sent so far."""
         return Traffic(
             self._traffic.averages,
             self._traffic.gradients,

@@ -1,4 +1,4 @@
-"""Trained models for others: dense state dicts, CSR matrices, ONNX."""
+"""Export of trained models: dense state dicts, CSR matrices, ONNX."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def export(
     example: Tensor | tuple[Any, ...] | None = None,
     sparse_initializers: bool = False,
 ) -> None:
-    """Write a model to a file for others.
+    """Export a model to a file that other programs read.
 
     ========== =============== ====================================================================
     format     file            holds

@@ -71,7 +71,7 @@ class Flops:
 
 
 def count(model: nn.Module, shape: tuple[int, ...]) -> Flops:
-    """What one sample of a shape takes; the model runs once, in evaluation mode.
+    """Count the FLOPs of a forward pass of one sample; the model runs once, in evaluation mode.
 
     Example:
         >>> found = count(nn.Sequential(nn.Flatten(), nn.Linear(64, 10)), (1, 8, 8))
@@ -108,7 +108,7 @@ def assigned(
     exact: bool = False,
     dense_head: bool = False,
 ) -> Flops:
-    """What one sample would take if a dense model were made sparse; a model on the meta device will do.
+    """Count the FLOPs of one sample if a dense model were made sparse; the model may be on the meta device.
 
     Args:
         model: a model with dense layers.

@@ -113,7 +113,7 @@ def show(
         _json(found, savings, forward)
         return
     from rewire.bench.show import console
-    from rewire.training.words import big, percent
+    from rewire.training.formatting import big, percent
 
     screen = console()
     head = "dense" if dense_head else "sparse"
@@ -135,7 +135,7 @@ def show(
 
 
 def _table(found: dict[float, list[Cost]], forward: dict[float, Flops]) -> Table:
-    from rewire.training.words import percent
+    from rewire.training.formatting import percent
 
     table = _plain("FLOPs per sample, of the dense model's", "")
     for share in found:
@@ -175,7 +175,7 @@ def _plain(title: str, *columns: str) -> Table:
 
 
 def _savings(savings: list[Saving]) -> Table:
-    from rewire.training.words import percent
+    from rewire.training.formatting import percent
 
     table = _plain("What GSE saves over RigL", "head", "divided by")
     shares = list(dict.fromkeys(one.sparsity for one in savings))

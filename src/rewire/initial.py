@@ -12,7 +12,7 @@ from rewire.conversion import M, layer_seed, plan, size_of
 
 @torch.no_grad()
 def reinitialize(model: M, *, keep_dense: str | Iterable[str] = (), seed: int = 0) -> M:
-    """Draw weights and biases of all layers that could be sparse anew, in place, and return the model.
+    """Reinitialise, in place, the weights and biases of all layers that can be sparse; returns the model.
 
     They are uniform in +-sqrt(3 / fan-in), as :func:`rewire.sparsify` draws those of sparse layers, so that
     pre-activations have unit variance. For fair comparisons with methods that begin with a dense model

@@ -104,7 +104,7 @@ Change = Callable[[Tensor, float], Tensor]  # state, fresh -> after the change
 
 
 class Carried(NamedTuple):
-    """What all optimizers keep about a parameter, after a change of its connections.
+    """Optimizer state of a parameter, after a change of its connections.
 
     Attributes:
         states: a ``state`` and its entry for the parameter.
@@ -117,7 +117,7 @@ class Carried(NamedTuple):
 
 @torch.no_grad()
 def carry(optimizer: Optimizer, parameter: nn.Parameter, change: Change) -> Carried:
-    """What the optimizer keeps about a parameter whose connections are about to be replaced.
+    """Compute the optimizer's state of a parameter for its new connections.
 
     Args:
         optimizer: holds the parameter, which still has its old values.
@@ -194,7 +194,7 @@ def _fresh(optimizer: Optimizer, parameter: nn.Parameter, key: Any) -> float:
 
 
 def put(parameter: nn.Parameter, carried: Carried) -> None:
-    """Give a parameter what :func:`carry` has made."""
+    """Set the state that :func:`carry` computed."""
     for state, entry in carried.states:
         state[parameter].update(entry)
     for tensor, data in carried.tensors:

@@ -33,8 +33,8 @@ DRAWS, SIGNS, CHOICE, SCORES, NORMALS, SHARES, PLACES = range(7)
 
 
 class Batch(NamedTuple):
-    """What a layer's backward pass sees: its input, the gradient of its output, its sizes, and whom this
-    is a share of the batch with."""
+    """The input and output gradient of a layer in its backward pass, its sizes, and the group of
+    processes that share the batch."""
 
     conv: Convolution
     x: Tensor

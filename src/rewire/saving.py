@@ -1,4 +1,4 @@
-"""Models as files: sparse ones as they are, and as ordinary dense state dicts."""
+"""Saving and loading models: sparse ones with their connections, or as ordinary dense state dicts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def save_connections(
 
 
 def load(path: Path_, model: nn.Module | None = None) -> nn.Module:
-    """The model in a file that :func:`save` has written.
+    """Load a model that :func:`save` has written.
 
     Args:
         path: the file.
@@ -173,7 +173,7 @@ def read_notes(path: Path_) -> dict[str, Any]:
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict of the model as plain PyTorch has it: ``weight`` with zeros for what is missing."""
+    """The state dict of the equivalent dense model: ``weight`` with zeros for missing connections."""
     return dict(densify(copy.deepcopy(model)).state_dict())
 
 

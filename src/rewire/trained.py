@@ -1,4 +1,4 @@
-"""Telling a trained model from a fresh one."""
+"""Detect whether a model has been trained."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def prepare(accelerator: Accelerator, rewirer: Rewirer) -> PreparedRewirer:
 
 
 class PreparedRewirer:
-    """What :func:`prepare` returns.
+    """A rewirer that steps and is saved with an Accelerator; :func:`prepare` makes it.
 
     Attributes:
         rewirer: the rewirer itself, with its history.
@@ -53,16 +53,16 @@ class PreparedRewirer:
         self._accelerator, self.rewirer = accelerator, rewirer
 
     def step(self) -> Rewiring | None:
-        """Count a step, if the optimizer has made one; returns what has changed."""
+        """Step the rewirer if the optimizer has stepped; returns the rewiring, or None."""
         done = self._accelerator.sync_gradients
         if not done or self._accelerator.optimizer_step_was_skipped:
             return None
         return self.rewirer.step()
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the rewirer."""
+        """The state dict of the rewirer."""
         return self.rewirer.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         self.rewirer.load_state_dict(state)

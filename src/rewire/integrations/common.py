@@ -1,4 +1,4 @@
-"""What the plug-ins share: making a rewirer, and finding the optimizer for it."""
+"""Shared by the plug-ins: making a rewirer, and finding the optimizer for it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refuse_handover(rewirer: Rewirer) -> Rewirer:
 
 
 def optimizer_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer:
-    """The one of the optimizers that trains the sparse layers of a model."""
+    """The optimizer, among several, that trains the sparse layers of a model."""
     layers = [module for module in model.modules() if isinstance(module, ConnectedLayer)]
     wanted = {id(m.parameter) for m in layers if m.parameter.requires_grad}
     if not wanted:

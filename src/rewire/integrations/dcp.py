@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from rewire.training import tree
+from rewire.training import json_codec
 
 _TREE, _TENSORS = "rewire", "tensors"
 
@@ -30,14 +30,14 @@ def save(state: Mapping[str, Any], checkpoint_id: str | os.PathLike[str]) -> Non
         state: dicts, lists, tuples, numbers, strings and tensors, the same on all processes.
         checkpoint_id: the folder.
     """
-    content, tensors = tree.encode(dict(state))
+    content, tensors = json_codec.encode(dict(state))
     state_dict_saver.save(
         {_TREE: json.dumps(content), _TENSORS: tensors}, checkpoint_id=checkpoint_id
     )
 
 
 def load(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
-    """What :func:`save` has written, on the CPU.
+    """Read a checkpoint that :func:`save` has written; its tensors are on the CPU.
 
     Example:
         >>> state = load(folder)  # doctest: +SKIP
@@ -64,5 +64,5 @@ def load(checkpoint_id: str | os.PathLike[str]) -> dict[str, Any]:
     state_dict_loader.load(found, storage_reader=reader)
     prefix = f"{_TENSORS}."
     tensors = {key.removeprefix(prefix): one for key, one in found.items() if key != _TREE}
-    state: dict[str, Any] = tree.decode(json.loads(found[_TREE]), tensors)
+    state: dict[str, Any] = json_codec.decode(json.loads(found[_TREE]), tensors)
     return state

@@ -54,16 +54,16 @@ class RewireCallback(Callback):  # type: ignore[misc]
 
     @property
     def state_key(self) -> str:
-        """What its state is called in checkpoints."""
+        """The key of the callback's state in checkpoints."""
         return f"{type(self).__qualname__}:{self.part}" if self.part else type(self).__qualname__
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Forget what an earlier run has loaded."""
+        """Discard the state that an earlier run loaded."""
         self._saved = None
         self._release()
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Make the rewirer, once there are optimizers and the module is loaded."""
+        """Create the rewirer, now that the optimizers exist and the module's checkpoint is loaded."""
         if trainer.world_size > 1:
             raise ValueError(
                 f"this trainer has {trainer.world_size} processes, whose strategy "
@@ -91,7 +91,7 @@ class RewireCallback(Callback):  # type: ignore[misc]
         self._saved = state_dict or None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Count no steps of an optimizer whose run is over."""
+        """Remove the hook from the optimizer."""
         self._release()
 
     def _release(self) -> None:

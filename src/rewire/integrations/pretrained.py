@@ -28,14 +28,14 @@ _TENSORS = ("values", "indptr", "indices")
 
 @register_quantization_config(METHOD)
 class RewireConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """What ``config.json`` says of a sparse model: the names of its sparse layers."""
+    """The entry of ``config.json`` for a sparse model: the names of its sparse layers."""
 
     def __init__(self, layers: list[str] | None = None, **kwargs: Any) -> None:
         self.quant_method = METHOD
         self.layers = list(layers or [])
 
     def to_diff_dict(self) -> dict[str, Any]:
-        """Nothing of it is a default."""
+        """The whole configuration; it has no defaults to leave out."""
         return self.to_dict()  # type: ignore[no-any-return]
 
 
@@ -47,11 +47,11 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
     is_qat_trainable = True
 
     def is_serializable(self) -> bool:
-        """Always."""
+        """True: sparse models can always be saved."""
         return True
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Connections come from a checkpoint, not from ``from_pretrained(quantization_config=...)``."""
+        """Raise if ``from_pretrained(quantization_config=...)`` is to make a dense checkpoint sparse."""
         if not self.pre_quantized:
             raise ValueError(
                 "from_pretrained cannot make a dense checkpoint sparse: load it without "
@@ -60,7 +60,7 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        """Tensors whose length is that of the checkpoint, and not the model's."""
+        """Whether a parameter's length comes from the checkpoint instead of the model."""
         path, _, name = param_name.rpartition(".")
         return name in _TENSORS and isinstance(model.get_submodule(path), SparseLayer)
 
@@ -80,7 +80,7 @@ class RewireQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """The state dict with marks."""
+        """The state dict, with a marker ``weight`` for each sparse layer."""
         layers = _sparse(model)
         self.quantization_config.layers = list(layers)
         marks = {f"{name}.weight": MARK.clone() for name in layers}

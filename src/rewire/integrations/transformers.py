@@ -67,7 +67,7 @@ class RewireCallback(TrainerCallback):  # type: ignore[misc]
         self.rewirer: Rewirer | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Make the rewirer; the Trainer has loaded model and optimizer, if it resumes."""
+        """Create the rewirer, and load its state if the Trainer resumes."""
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if args.world_size > 1:
             raise ValueError(
@@ -106,13 +106,13 @@ class RewireCallback(TrainerCallback):  # type: ignore[misc]
         return saved["rewirer"]
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a step, unless a gradient scaler has skipped it."""
+        """Step the rewirer, unless a gradient scaler has skipped the optimizer's step."""
         assert self.rewirer is not None
         if not getattr(kwargs["optimizer"], "step_was_skipped", False):
             self.rewirer.step()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put the rewirer's state into the checkpoint."""
+        """Save the rewirer's state in the checkpoint's folder."""
         assert self.rewirer is not None
         if state.is_world_process_zero and not args.save_only_model:
             content = {

@@ -8,11 +8,11 @@ from rewire.methods.gradual import Gradual
 from rewire.methods.grasp import grasp
 from rewire.methods.gse import GSE
 from rewire.methods.history import History, LayerRewiring, Rewiring
+from rewire.methods.layer_view import LayerView, Site
 from rewire.methods.lottery import Lottery, Ticket
 from rewire.methods.registry import METHODS, Method
 from rewire.methods.rigl import RigL
 from rewire.methods.set import SET
-from rewire.methods.site import Site
 from rewire.methods.snfs import SNFS
 from rewire.methods.snip import snip
 from rewire.methods.static import Static
@@ -30,6 +30,7 @@ __all__ = [
     "Gradual",
     "History",
     "LayerRewiring",
+    "LayerView",
     "Lottery",
     "Method",
     "Rewirer",

@@ -1,4 +1,4 @@
-"""Checks of what a method is given: each says what is wrong and what to give instead."""
+"""Checks of the arguments of methods; errors say what is wrong and what to give instead."""
 
 from __future__ import annotations
 

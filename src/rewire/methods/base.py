@@ -21,14 +21,14 @@ from rewire.methods.arguments import Fraction, check_choice, check_integer, chec
 from rewire.methods.change import apply, check_budget, check_lengths, part, plan, select, subset_of
 from rewire.methods.following import Followers
 from rewire.methods.history import History, Rewiring, total
-from rewire.methods.site import Like, Probe, Site, find, parameters
+from rewire.methods.layer_view import LayerView, Like, Probe, find, parameters
 from rewire.nn import copies
 from rewire.ops.sampling import Stream, magnitude
 from rewire.sampling import DRAWS, Batch
 
 
 class Rewirer:
-    r"""Base class of all methods: every so many steps some connections go and as many others come.
+    r"""Base class of all methods: every so many steps it prunes some connections and grows as many others.
 
     A method is three small rules:
 
@@ -91,17 +91,17 @@ class Rewirer:
         check_schedule(every, until, fraction)
         check_choice("scope", scope, ("global", "layer"))
         communication.refuse_wrapped(model)
-        self._sites = find(model)
-        for site in self._sites:
-            copies.release(site.layer)
+        self._views = find(model)
+        for view in self._views:
+            copies.release(view.layer)
         self._model, self._followers = weakref.ref(model), Followers(model)
         self._known: Alone | None = None
-        trained = [site for site in self._sites if site.layer.parameter.requires_grad]
+        trained = [view for view in self._views if view.layer.parameter.requires_grad]
         if not trained:
             raise ValueError("all sparse layers are frozen: call requires_grad_() on their weights")
         optim.check(optimizer, parameters(trained))
-        self._probes = [Probe(self.observe, site) for site in self._sites]
-        self.history = History([site.name for site in self._sites])
+        self._probes = [Probe(self.observe, view) for view in self._views]
+        self.history = History([view.name for view in self._views])
         self.callbacks: list[Callable[[Rewiring], object]] = []
         self._reshape_old_state()
         for one in wrappers.optimizers(optimizer):
@@ -113,44 +113,44 @@ class Rewirer:
 
     # The rules ------------------------------------------------------------------------------------
 
-    def explore(self, site: Site) -> Connections | None:
+    def explore(self, view: LayerView) -> Connections | None:
         """S, the inactive connections to consider; by default all, which takes O(n_in * n_out).
 
         None is all of them, too, but does not list them: their gradient is evaluated in blocks when the
         rewiring is done, and S becomes the k connections where it is largest.
         """
-        return sampling.inactive(site.active)
+        return sampling.inactive(view.active)
 
-    def growth(self, site: Site) -> Tensor:
+    def growth(self, view: LayerView) -> Tensor:
         """A score for each connection of S; by default the magnitude of its gradient."""
-        if site.gradient is None:
+        if view.gradient is None:
             raise NotImplementedError(
                 f"{type(self).__name__} is not guided: it must define growth()"
             )
-        return magnitude(site.gradient)
+        return magnitude(view.gradient)
 
-    def survival(self, site: Site) -> Tensor:
+    def survival(self, view: LayerView) -> Tensor:
         """A score for each active connection; by default the magnitude of its weight."""
-        return magnitude(site.weights)
+        return magnitude(view.weights)
 
     @property
     def conserves(self) -> str | None:
-        """Whose number of connections stays: the model's ("global"), each layer's ("layer"), or None."""
+        """What keeps its number of connections: the model ("global"), each layer ("layer"), or None."""
         return self.scope
 
-    def groups(self, sites: Sequence[Site]) -> list[Sequence[Site]]:
+    def groups(self, views: Sequence[LayerView]) -> list[Sequence[LayerView]]:
         """The layers that are compared with each other."""
-        return [sites] if self.scope == "global" else [[site] for site in sites]
+        return [views] if self.scope == "global" else [[view] for view in views]
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Set the masks ``pruned`` and ``grown`` of the layers that take part in a rewiring."""
-        for group in self.groups(sites):
-            active = sum(site.layer.count for site in group)
-            subset = sum(len(subset_of(site)) for site in group)
-            spare = sum(max(0, site.layer.count - 1) for site in group)
+        for group in self.groups(views):
+            active = sum(view.layer.count for view in group)
+            subset = sum(len(subset_of(view)) for view in group)
+            spare = sum(max(0, view.layer.count - 1) for view in group)
             k = min(sampling.ceil(self.alpha(self.t) * active), subset, spare)
-            select(group, "grown", [self.growth(site) for site in group], k)
-            select(group, "pruned", [self.survival(site) for site in group], k)
+            select(group, "grown", [self.growth(view) for view in group], k)
+            select(group, "pruned", [self.survival(view) for view in group], k)
 
     # The schedule ---------------------------------------------------------------------------------
 
@@ -181,14 +181,14 @@ class Rewirer:
         rewiring = None
         if self.due(self.t):
             try:
-                self._followers.check(self._sites)
+                self._followers.check(self._views)
                 rewiring = self._rewire()
             except Exception:
                 self.t -= 1
                 raise
             self._followers.bring()
         if self.due(self.t + 1):
-            self._followers.observe(self._sites)
+            self._followers.observe(self._views)
         self._arm()
         self._tell(rewiring)
         return rewiring
@@ -221,125 +221,125 @@ class Rewirer:
             model = self._model()
             if model is not None:
                 communication.refuse_wrapped(model)
-            self._known = communication.group_of(site.layer for site in self._sites)
+            self._known = communication.group_of(view.layer for view in self._views)
         return self._known
 
     def watches(self, t: int) -> bool:
-        """Whether the backward passes of step t are to be seen; if it ends with a rewiring."""
+        """Whether the backward passes of step t are observed; by default those before a rewiring."""
         return self.due(t)
 
-    def has_seen(self, site: Site) -> bool:
+    def has_seen(self, view: LayerView) -> bool:
         """Whether a layer had a gradient that the coming rewiring can use."""
-        return site.gradient is not None or site.dense is not None
+        return view.gradient is not None or view.dense is not None
 
     def _arm(self) -> None:
         """Put the probes into the layers if the next step is to be seen, else take them out."""
         wanted = self.guided and self.watches(self.t + 1)
         if wanted == self._armed:
             return
-        for site, probe in zip(self._sites, self._probes, strict=True):
-            present = site.layer.probe
+        for view, probe in zip(self._views, self._probes, strict=True):
+            present = view.layer.probe
             if wanted and isinstance(present, Probe) and present is not probe and present.alive:
-                raise RuntimeError(f"{site.name} is being rewired by another rewirer already")
+                raise RuntimeError(f"{view.name} is being rewired by another rewirer already")
             if wanted or present is probe:
-                site.layer.probe = probe if wanted else None
+                view.layer.probe = probe if wanted else None
         self._armed = wanted
 
-    def observe(self, site: Site, batch: Batch) -> None:
-        """Take what a probe has seen in a backward pass: draw S in the first, add the gradient at S."""
-        if site.subset is None and site.dense is None:
-            site.batch = batch._replace(group=self._group)
-            self._explore(site, self.t + 1)
-            site.batch = None
-        site.add_gradient(batch)
+    def observe(self, view: LayerView, batch: Batch) -> None:
+        """Process what a probe saw in a backward pass: draw S in the first, add the gradient at S."""
+        if view.subset is None and view.dense is None:
+            view.batch = batch._replace(group=self._group)
+            self._explore(view, self.t + 1)
+            view.batch = None
+        view.add_gradient(batch)
 
-    def _explore(self, site: Site, t: int) -> None:
-        site.stream = Stream(self.seed, DRAWS, t, site.index)
-        site.quota = min(sampling.ceil(self.alpha(t) * site.layer.count), site.free)
-        subset = self.explore(site)
+    def _explore(self, view: LayerView, t: int) -> None:
+        view.stream = Stream(self.seed, DRAWS, t, view.index)
+        view.quota = min(sampling.ceil(self.alpha(t) * view.layer.count), view.free)
+        subset = self.explore(view)
         if subset is None and not self.guided:
             raise NotImplementedError(
                 f"{type(self).__name__} is not guided: its explore() must list what may grow"
             )
-        site.take(subset)
+        view.take(subset)
 
     @property
     def subsets(self) -> dict[str, Connections]:
-        """S of each layer that has explored one for the next rewiring; of everything, what would grow."""
+        """The subset S of each layer for the next rewiring; where S is everything, what would grow."""
         with self._listed():
-            return {site.name: site.subset for site in self._sites if site.subset is not None}
+            return {view.name: view.subset for view in self._views if view.subset is not None}
 
     @property
     def gradients(self) -> dict[str, Tensor]:
-        """The gradient at S of each such layer, as far as it is summed up."""
+        """The gradient at S of each layer that has one, summed up so far."""
         with self._listed():
-            return {site.name: site.gradient for site in self._sites if site.gradient is not None}
+            return {view.name: view.gradient for view in self._views if view.gradient is not None}
 
-    def _keep_best(self, sites: Sequence[Site], t: int, processes: Alone) -> None:
+    def _keep_best(self, views: Sequence[LayerView], t: int, processes: Alone) -> None:
         """Where S is everything, let it be the connections that grow."""
-        dense = [site for site in sites if site.dense is not None]
+        dense = [view for view in views if view.dense is not None]
         for group in self.groups(dense) if dense else ():
-            active = sum(site.layer.count for site in group)
+            active = sum(view.layer.count for view in group)
             streaming.keep_best(group, sampling.ceil(self.alpha(t) * active), processes)
 
     @contextmanager
     def _listed(self) -> Iterator[None]:
         """For a while, S of everything is what would grow with the gradients so far."""
-        sites = [site for site in self._sites if site.dense is not None]
+        views = [view for view in self._views if view.dense is not None]
         try:
-            self._keep_best(sites, self.t + 1, Alone())
+            self._keep_best(views, self.t + 1, Alone())
             yield
         finally:
-            for site in sites:
-                site.subset = site.gradient = site.considered = None
+            for view in views:
+                view.subset = view.gradient = view.considered = None
 
     # Replacing connections ------------------------------------------------------------------------
 
     @torch.no_grad()
     def _rewire(self) -> Rewiring | None:
-        sites = [site for site in self._sites if site.layer.parameter.requires_grad]
-        optim.check(self.optimizer, parameters(sites))
+        views = [view for view in self._views if view.layer.parameter.requires_grad]
+        optim.check(self.optimizer, parameters(views))
         if self.guided:
-            self.average(sites)
-            for site in sites:
-                site.check_subset()
-            sites = [site for site in sites if self.has_seen(site)]
-            if not sites:
+            self.average(views)
+            for view in views:
+                view.check_subset()
+            views = [view for view in views if self.has_seen(view)]
+            if not views:
                 raise RuntimeError(
                     f"a rewiring is due at step {self.t}, but no sparse layer had a backward pass since "
                     "the last step(): call step() once after each backward() and optimizer.step()"
                 )
         else:
-            for site in sites:
-                self._explore(site, self.t)
-        self._keep_best(sites, self.t, self._group)
-        self.choose(sites)
+            for view in views:
+                self._explore(view, self.t)
+        self._keep_best(views, self.t, self._group)
+        self.choose(views)
         if self.conserves is not None:
-            check_budget(sites, self.conserves)
-        for site in self._sites:
-            site.count()
+            check_budget(views, self.conserves)
+        for view in self._views:
+            view.count()
         changes = [
-            plan(site, self.optimizer) for site in sites
+            plan(view, self.optimizer) for view in views
         ]  # may raise: nothing is changed yet
         new = (
-            site.active if change is None else change.connections
-            for site, change in zip(sites, changes, strict=True)
+            view.active if change is None else change.connections
+            for view, change in zip(views, changes, strict=True)
         )
         together.check_alike(
-            {s.name: [c] for s, c in zip(sites, new, strict=True)}, self._group, "after", self.t
+            {s.name: [c] for s, c in zip(views, new, strict=True)}, self._group, "after", self.t
         )
-        for site, change in zip(sites, changes, strict=True):
-            apply(site, change)
-        parts = {site.name: part(site) for site in self._sites}
+        for view, change in zip(views, changes, strict=True):
+            apply(view, change)
+        parts = {view.name: part(view) for view in self._views}
         rewiring = total(self.t, self.alpha(self.t), parts)
         self.history.append(rewiring)
-        for site in self._sites:
-            site.clear()
+        for view in self._views:
+            view.clear()
         return rewiring
 
-    def average(self, sites: Sequence[Site]) -> None:
+    def average(self, views: Sequence[LayerView]) -> None:
         """Give all processes the same subsets, and the gradients there of the whole batch."""
-        together.average(sites, self._group, self.t)
+        together.average(views, self._group, self.t)
 
     # Checkpoints ----------------------------------------------------------------------------------
 
@@ -350,7 +350,7 @@ class Rewirer:
         """
         settings = {name: getattr(self, name) for name in self.settings}
         with self._listed():
-            layers = {site.name: site.state_dict() for site in self._sites}
+            layers = {view.name: view.state_dict() for view in self._views}
         return {
             "method": type(self).__name__,
             "t": self.t,
@@ -360,10 +360,10 @@ class Rewirer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back, with its settings; then load the model's and the optimizer's."""
+        """Restore state and settings; load the model's and the optimizer's state after it."""
         if state["method"] != type(self).__name__:
             raise ValueError(f"this is the state of a {state['method']}, not {type(self).__name__}")
-        names = [site.name for site in self._sites]
+        names = [view.name for view in self._views]
         if list(state["layers"]) != names:
             raise ValueError(
                 f"the state is that of a model with sparse layers {', '.join(state['layers'])}; this "
@@ -374,15 +374,15 @@ class Rewirer:
         if t < 0:
             raise ValueError(f"t must be a number of steps, got {t}")
         rows = self.history.checked(state["history"])
-        found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._sites]
-        check_lengths(self._sites, [one["state"] for one in found], self.conserves)
+        found = [s.checked(state["layers"][s.name], self.memory_of(s)) for s in self._views]
+        check_lengths(self._views, [one["state"] for one in found], self.conserves)
         # Nothing is changed before all of it is known to fit.
         for name, value in settings.items():
             setattr(self, name, value)
         self.t = t
         self.history.put(rows)
-        for site, one in zip(self._sites, found, strict=True):
-            site.put(one)
+        for view, one in zip(self._views, found, strict=True):
+            view.put(one)
         self._reshape_old_state()
         self._arm()
 
@@ -393,8 +393,8 @@ class Rewirer:
             "and of the optimizer"
         )
 
-    def memory_of(self, site: Site) -> Mapping[str, Like]:
-        """What the tensors are like that the method keeps in ``site.memory``; saved ones are compared."""
+    def memory_of(self, view: LayerView) -> Mapping[str, Like]:
+        """Shape and dtype of the tensors in ``view.memory``, which loaded ones must have."""
         return {}
 
     def _checked_settings(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -411,7 +411,7 @@ class Rewirer:
                 raise ValueError(f"{name} must be like {now!r}, got {value!r}")
         new = {name: getattr(self, name) for name in self.settings} | dict(given)
         fraction = new.get("fraction", lambda t: 0.0)  # some methods have a schedule without one
-        if self._sites:  # a dense model is never rewired
+        if self._views:  # a dense model is never rewired
             check_schedule(new.get("every", 1), new.get("until"), fraction)
         check_choice("scope", new.get("scope", "layer"), ("global", "layer"))
         check_integer("seed", new.get("seed", 0))
@@ -419,7 +419,7 @@ class Rewirer:
 
     def _reshape_old_state(self) -> None:
         """That of the optimizer, which may load it before there is a rewirer, or after."""
-        optim.reshape_old_state(self.optimizer, parameters(self._sites).values())
+        optim.reshape_old_state(self.optimizer, parameters(self._views).values())
 
     def __repr__(self) -> str:
         settings = ", ".join(f"{name}={getattr(self, name)!r}" for name in self.settings)

@@ -67,8 +67,8 @@ class Beforehand(Rewirer):
             raise RuntimeError(
                 f"no rewiring is due before step {self.t + 1}: call rewire() when `waits` is true"
             )
-        self._followers.check(self._sites)
-        trained = [s.layer.parameter for s in self._sites if s.layer.parameter.requires_grad]
+        self._followers.check(self._views)
+        trained = [s.layer.parameter for s in self._views if s.layer.parameter.requires_grad]
         self._looking, count = True, 0
         self._arm()
         try:
@@ -84,8 +84,8 @@ class Beforehand(Rewirer):
         finally:
             self._looking = False
             self._arm()
-            for site in self._sites:
-                site.clear()
+            for view in self._views:
+                view.clear()
         self._rewired = self.t + 1
         assert rewiring is not None
         self._tell(rewiring)
@@ -94,14 +94,14 @@ class Beforehand(Rewirer):
     def _check(self, count: int) -> None:
         if count != self.growth_batches:
             raise ValueError(f"expected growth_batches={self.growth_batches} losses, got {count}")
-        if not any(self.has_seen(site) for site in self._sites):
+        if not any(self.has_seen(view) for view in self._views):
             raise ValueError(
                 "the losses were computed before rewire() was called: give a generator of them, as in "
                 "rewire(loss_fn(model(x), y) for x, y in batches)"
             )
 
     def watches(self, t: int) -> bool:
-        """Not the step's own backward passes, if there are other batches."""
+        """Whether the step's own backward passes are observed: not if there are ``growth_batches``."""
         return self._looking if self.growth_batches else super().watches(t)
 
     def _rewire(self) -> Rewiring | None:

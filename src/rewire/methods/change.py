@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from rewire import optim, sampling
 from rewire.connections import Connections
 from rewire.methods.history import LayerRewiring
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 from rewire.ops import sampling as ops
 
 
@@ -37,19 +37,19 @@ def spare(counts: Iterable[int]) -> int:
     return sum(max(0, count - 1) for count in counts)
 
 
-def select(sites: Sequence[Site], what: str, scores: Sequence[Tensor], k: int) -> None:
+def select(views: Sequence[LayerView], what: str, scores: Sequence[Tensor], k: int) -> None:
     """Mark, over these layers together, the k highest scores as ``"grown"``, or the k lowest, but never
     the best of a layer, as ``"pruned"``."""
-    sizes = [len(subset_of(s)) if what == "grown" else s.layer.count for s in sites]
-    for site, score, size in zip(sites, scores, sizes, strict=True):
+    sizes = [len(subset_of(s)) if what == "grown" else s.layer.count for s in views]
+    for view, score, size in zip(views, scores, sizes, strict=True):
         if score.numel() != size:
             rule = "growth" if what == "grown" else "survival"
             raise ValueError(
-                f"{rule}() gave {score.numel()} scores for {size} connections of {site.name}"
+                f"{rule}() gave {score.numel()} scores for {size} connections of {view.name}"
             )
     masks = topk(scores, k) if what == "grown" else lowest(scores, k)
-    for site, mask in zip(sites, masks, strict=True):
-        setattr(site, what, mask)
+    for view, mask in zip(views, masks, strict=True):
+        setattr(view, what, mask)
 
 
 def keep_best(scores: Tensor) -> Tensor:
@@ -60,23 +60,23 @@ def keep_best(scores: Tensor) -> Tensor:
     return scores
 
 
-def subset_of(site: Site) -> Connections:
-    """S, which is explored by now."""
-    assert site.subset is not None
-    return site.subset
+def subset_of(view: LayerView) -> Connections:
+    """The subset S; raises if there is none yet."""
+    assert view.subset is not None
+    return view.subset
 
 
-def check_budget(sites: Sequence[Site], scope: str) -> None:
+def check_budget(views: Sequence[LayerView], scope: str) -> None:
     """Raise a RuntimeError unless the model, or each layer, grows as much as it prunes."""
-    for group in [sites] if scope == "global" else [[site] for site in sites]:
+    for group in [views] if scope == "global" else [[view] for view in views]:
         counts = []
         for what in ("grown", "pruned"):
-            masks = [getattr(site, what) for site in group]
+            masks = [getattr(view, what) for view in group]
             if any(mask is None for mask in masks):
                 raise RuntimeError(f"choose() has not set {what!r} of every layer")
             counts.append(sum(ops.number(mask) for mask in masks))
         if counts[0] != counts[1]:
-            names = ", ".join(site.name for site in group)
+            names = ", ".join(view.name for view in group)
             raise RuntimeError(
                 f"choose() grows {counts[0]} and prunes {counts[1]} connections of {names}: the number "
                 "of connections must stay"
@@ -84,17 +84,17 @@ def check_budget(sites: Sequence[Site], scope: str) -> None:
 
 
 def check_lengths(
-    sites: Sequence[Site], states: Sequence[Mapping[str, Tensor]], scope: str | None
+    views: Sequence[LayerView], states: Sequence[Mapping[str, Tensor]], scope: str | None
 ) -> None:
     """Raise a ValueError unless saved tensors have an element for each connection of a layer; where
     connections move between layers, of the model, whose own state may be loaded later."""
-    pairs = list(zip(sites, states, strict=True))
+    pairs = list(zip(views, states, strict=True))
     for group in [pairs] if scope == "global" else [[pair] for pair in pairs]:
-        count = sum(site.layer.count for site, _ in group)
+        count = sum(view.layer.count for view, _ in group)
         for key in {key for _, state in group for key in state}:
             length = sum(state[key].numel() for _, state in group if key in state)
             if length != count:
-                names = ", ".join(site.name for site, _ in group)
+                names = ", ".join(view.name for view, _ in group)
                 raise ValueError(
                     f"the state does not fit: {key} is of {length} connections, and {names} has "
                     f"{count}; make the model as it was made then"
@@ -119,7 +119,7 @@ class Replaced(NamedTuple):
     grown: Tensor
 
     def follow(self, tensor: Tensor, fresh: float = 0.0) -> Tensor:
-        """What belonged to the former connections as it belongs to these, ``fresh`` where one is grown."""
+        """Elements of the former connections, carried over to the new ones; ``fresh`` for grown ones."""
         return ops.follow(tensor, self.source, fresh)
 
 
@@ -140,25 +140,25 @@ class Change(NamedTuple):
     state: dict[str, Tensor]
 
 
-def plan(site: Site, optimizer: Optimizer) -> Change | None:
+def plan(view: LayerView, optimizer: Optimizer) -> Change | None:
     """What a layer becomes, None if it stays as it is; nothing is changed yet."""
-    layer, subset = site.layer, subset_of(site)
-    assert site.pruned is not None
-    assert site.grown is not None
-    site.check_units(subset)
+    layer, subset = view.layer, subset_of(view)
+    assert view.pruned is not None
+    assert view.grown is not None
+    view.check_units(subset)
     for what, mask, count in (
-        ("pruned", site.pruned, layer.count),
-        ("grown", site.grown, len(subset)),
+        ("pruned", view.pruned, layer.count),
+        ("grown", view.grown, len(subset)),
     ):
         if mask.dtype != torch.bool or tuple(mask.shape) != (count,):
             raise ValueError(
-                f"choose() has set {what!r} of {site.name} to {mask.dtype} of shape {tuple(mask.shape)}, "
+                f"choose() has set {what!r} of {view.name} to {mask.dtype} of shape {tuple(mask.shape)}, "
                 f"expected a boolean mask of {count} connections"
             )
-    if not (ops.number(site.pruned) or ops.number(site.grown)):
+    if not (ops.number(view.pruned) or ops.number(view.grown)):
         return None
-    site.check_state()
-    after = site.after or replace(site.active, site.pruned, subset, site.grown)
+    view.check_state()
+    after = view.after or replace(view.active, view.pruned, subset, view.grown)
 
     def follow(state: Tensor, fresh: float) -> Tensor:
         values = after.follow(layer.gather(state), fresh)
@@ -166,38 +166,38 @@ def plan(site: Site, optimizer: Optimizer) -> Change | None:
 
     return Change(
         after.connections,
-        after.follow(site.weights).to(layer.parameter.dtype),
+        after.follow(view.weights).to(layer.parameter.dtype),
         optim.carry(optimizer, layer.parameter, follow),
-        {key: after.follow(tensor) for key, tensor in site.state.items()},
+        {key: after.follow(tensor) for key, tensor in view.state.items()},
     )
 
 
-def apply(site: Site, change: Change | None) -> None:
-    """Make the change."""
+def apply(view: LayerView, change: Change | None) -> None:
+    """Apply the change to the layer and its optimizer."""
     if change is not None:
-        site.layer.set_connections(change.connections, change.values)
-        optim.put(site.layer.parameter, change.optimizer)
-        site.state = change.state
-        site.count().add(sampling.rows(subset_of(site).packed()), site.grown)
+        view.layer.set_connections(change.connections, change.values)
+        optim.put(view.layer.parameter, change.optimizer)
+        view.state = change.state
+        view.count().add(sampling.rows(subset_of(view).packed()), view.grown)
 
 
-def part(site: Site) -> LayerRewiring:
-    """What has happened to a layer."""
+def part(view: LayerView) -> LayerRewiring:
+    """What the rewiring did to the layer, for the history."""
 
     def size(mask: Tensor | None) -> int:
         return 0 if mask is None else ops.number(mask)
 
     return LayerRewiring(
-        active=site.layer.count,
-        grown=size(site.grown),
-        pruned=size(site.pruned),
-        subset=_considered(site),
-        ever=site.count().total(),
-        possible=site.layer.domain.size,
+        active=view.layer.count,
+        grown=size(view.grown),
+        pruned=size(view.pruned),
+        subset=_considered(view),
+        ever=view.count().total(),
+        possible=view.layer.domain.size,
     )
 
 
-def _considered(site: Site) -> int:
-    if site.considered is not None:
-        return site.considered
-    return 0 if site.subset is None else len(site.subset)
+def _considered(view: LayerView) -> int:
+    if view.considered is not None:
+        return view.considered
+    return 0 if view.subset is None else len(view.subset)

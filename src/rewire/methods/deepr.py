@@ -15,8 +15,8 @@ from rewire.connections import Connections
 from rewire.methods.arguments import check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import keep_best, select
+from rewire.methods.layer_view import LayerView
 from rewire.methods.sharing import share_out
-from rewire.methods.site import Site
 
 
 class DeepR(Rewirer):
@@ -69,42 +69,42 @@ class DeepR(Rewirer):
             scope=scope,
             seed=seed,
         )
-        for site in self._sites:
-            site.state["sign"] = site.weights.sign()
+        for view in self._views:
+            view.state["sign"] = view.weights.sign()
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Let the weights walk; what turns negative goes, and as many others wake."""
-        thetas = [self._walk(site) for site in sites]
-        groups = [range(len(sites))] if self.scope == "global" else [[i] for i in range(len(sites))]
+        thetas = [self._walk(view) for view in views]
+        groups = [range(len(views))] if self.scope == "global" else [[i] for i in range(len(views))]
         for group in groups:
-            mine = [sites[i] for i in group]
-            free = [site.free for site in mine]
+            mine = [views[i] for i in group]
+            free = [view.free for view in mine]
             scores = [keep_best(thetas[i].clone()) for i in group]
             turned = min(sum(int((score < 0).sum()) for score in scores), sum(free))
             select(mine, "pruned", scores, turned)
-            for site, count in zip(mine, share_out(turned, free, free), strict=True):
-                site.subset = site.choose(count)
-                site.grown = torch.ones(count, dtype=torch.bool)
-        for site, theta in zip(sites, thetas, strict=True):
-            site.layer.assign(site.weights.masked_fill(theta < 0, 0))  # those that cannot go
+            for view, count in zip(mine, share_out(turned, free, free), strict=True):
+                view.subset = view.choose(count)
+                view.grown = torch.ones(count, dtype=torch.bool)
+        for view, theta in zip(views, thetas, strict=True):
+            view.layer.assign(view.weights.masked_fill(theta < 0, 0))  # those that cannot go
 
-    def _walk(self, site: Site) -> Tensor:
+    def _walk(self, view: LayerView) -> Tensor:
         """Move the weights of a layer and return their thetas."""
-        weights = site.weights
-        site.check_state()
-        known = site.state["sign"]
-        coin = (site.random(weights.numel()) < 0.5).to(weights) * 2 - 1
-        sign = site.state["sign"] = torch.where(known == 0, coin, known)
-        lr = float(optim.group_of(self.optimizer, site.layer.parameter)["lr"])
+        weights = view.weights
+        view.check_state()
+        known = view.state["sign"]
+        coin = (view.random(weights.numel()) < 0.5).to(weights) * 2 - 1
+        sign = view.state["sign"] = torch.where(known == 0, coin, known)
+        lr = float(optim.group_of(self.optimizer, view.layer.parameter)["lr"])
         temperature = lr * self.l1**2 / 18 if self.temperature is None else self.temperature
-        noise = site.normal(weights.numel()).to(weights) * math.sqrt(2 * lr * temperature)
+        noise = view.normal(weights.numel()).to(weights) * math.sqrt(2 * lr * temperature)
         weights = weights + sign * (noise - lr * self.l1)
-        site.layer.assign(weights)
+        view.layer.assign(weights)
         return sign * weights
 
-    def explore(self, site: Site) -> Connections:
+    def explore(self, view: LayerView) -> Connections:
         """Nothing yet: how many wake depends on how many rest."""
-        return site.choose(0)
+        return view.choose(0)
 
 
 def _as_many_as_turn(t: int) -> float:

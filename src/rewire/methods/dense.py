@@ -35,9 +35,9 @@ class Dense(Rewirer):
         self._followers = Followers(model)
         self.every, self.until, self.fraction = every, until, fraction
         self.scope, self.seed = scope, seed
-        self._sites, self._probes, self._armed, self._known = [], [], False, Alone()
+        self._views, self._probes, self._armed, self._known = [], [], False, Alone()
         self.history = History([])
 
     def due(self, t: int) -> bool:
-        """Never."""
+        """False: dense models are never rewired."""
         return False

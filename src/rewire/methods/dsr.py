@@ -14,8 +14,8 @@ from rewire.connections import Connections
 from rewire.methods.arguments import Fraction, check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import keep_best, select
+from rewire.methods.layer_view import LayerView
 from rewire.methods.sharing import share_out
-from rewire.methods.site import Site
 
 
 class DSR(Rewirer):
@@ -61,23 +61,23 @@ class DSR(Rewirer):
             model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
         )
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Prune below the threshold, grow in proportion to what survives, adapt the threshold."""
-        scores = [keep_best(self.survival(site)) for site in sites]
+        scores = [keep_best(self.survival(view)) for view in views]
         below = sum(int((score < self.threshold).sum()) for score in scores)
-        pruned = min(below, sum(site.free for site in sites))
-        select(sites, "pruned", scores, pruned)
-        survivors = [int((~site.pruned).sum()) for site in sites if site.pruned is not None]
-        counts = share_out(pruned, survivors, [site.free for site in sites])
-        for site, count in zip(sites, counts, strict=True):
-            site.subset = site.choose(count)
-            site.grown = torch.ones(count, dtype=torch.bool)
-        wanted = self.alpha(self.t) * sum(site.layer.count for site in sites)
+        pruned = min(below, sum(view.free for view in views))
+        select(views, "pruned", scores, pruned)
+        survivors = [int((~view.pruned).sum()) for view in views if view.pruned is not None]
+        counts = share_out(pruned, survivors, [view.free for view in views])
+        for view, count in zip(views, counts, strict=True):
+            view.subset = view.choose(count)
+            view.grown = torch.ones(count, dtype=torch.bool)
+        wanted = self.alpha(self.t) * sum(view.layer.count for view in views)
         if below > 1.1 * wanted:
             self.threshold /= 2
         elif below < 0.9 * wanted:
             self.threshold *= 2
 
-    def explore(self, site: Site) -> Connections:
+    def explore(self, view: LayerView) -> Connections:
         """Nothing yet: how much a layer grows depends on what is pruned."""
-        return site.choose(0)
+        return view.choose(0)

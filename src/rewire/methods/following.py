@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from rewire import averaging
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 from rewire.nn import copies
 
 
@@ -20,24 +20,24 @@ class Followers:
         self._references: list[weakref.ref[nn.Module]] = []
 
     def add(self, averaged: nn.Module) -> None:
-        """One more, which gets the model's connections now."""
+        """Add a copy, which gets the model's connections now."""
         model = self._model()
         if model is not None:
             averaging.bring(averaged, model)
             self._references.append(weakref.ref(averaged))
 
-    def check(self, sites: Sequence[Site]) -> None:
+    def check(self, views: Sequence[LayerView]) -> None:
         """Raise, before a rewiring, if a copy could not follow or is averaged without following."""
         for averaged, model in self._alive():
             averaging.check(averaged, model)
-        copies.check({site.name: site.layer for site in sites})
+        copies.check({view.name: view.layer for view in views})
 
-    def observe(self, sites: Sequence[Site]) -> None:
-        """To be called a step before :meth:`check`."""
-        copies.observe({site.name: site.layer for site in sites})
+    def observe(self, views: Sequence[LayerView]) -> None:
+        """Note the state of the copies; call it one step before :meth:`check`."""
+        copies.observe({view.name: view.layer for view in views})
 
     def bring(self) -> None:
-        """Give all of them the model's connections."""
+        """Give all copies the model's connections."""
         for averaged, model in self._alive():
             averaging.bring(averaged, model)
 

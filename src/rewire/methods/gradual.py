@@ -17,7 +17,7 @@ from rewire.methods.base import Rewirer
 from rewire.methods.change import select
 from rewire.methods.handover import hand_over
 from rewire.methods.history import Rewiring
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 
 CURVES = ("cubic", "cosine")
 
@@ -89,8 +89,8 @@ class Gradual(Rewirer):
             scope=scope,
             seed=seed,
         )
-        active = sum(site.layer.count for site in self._sites)
-        self.initial = 1 - active / sum(map(_size, self._sites))
+        active = sum(view.layer.count for view in self._views)
+        self.initial = 1 - active / sum(map(_size, self._views))
         self.handed_over = False
 
     def target(self, t: int) -> float:
@@ -101,34 +101,34 @@ class Gradual(Rewirer):
         return float(self.sparsity + (self.initial - self.sparsity) * left)
 
     def alpha(self, t: int) -> float:
-        """The share of the connections that goes at step t."""
+        """The share of the connections that step t prunes."""
         before = (t - 1) // self.every * self.every  # the last pruning, or none yet
         return max(0.0, 1 - (1 - self.target(t)) / (1 - self.target(before)))
 
     def due(self, t: int) -> bool:
-        """Every so many steps between begin and until, and at until."""
+        """Whether a step prunes: every ``every`` steps after ``begin``, and at ``until``."""
         assert self.until is not None
         return self.begin < t <= self.until and (t % self.every == 0 or t == self.until)
 
     @property
     def conserves(self) -> None:
-        """Nothing."""
+        """None: the number of connections falls."""
         return None
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Keep the largest weights."""
-        for group in self.groups(sites):
+        for group in self.groups(views):
             kept = held(sum(map(_size, group)), 1 - self.target(self.t))
-            active = sum(site.layer.count for site in group)
-            spare = sum(max(0, site.layer.count - 1) for site in group)
+            active = sum(view.layer.count for view in group)
+            spare = sum(max(0, view.layer.count - 1) for view in group)
             count = min(max(0, active - kept), spare)
-            select(group, "pruned", [self.survival(site) for site in group], count)
-            for site in group:
-                site.grown = torch.zeros(0, dtype=torch.bool)
+            select(group, "pruned", [self.survival(view) for view in group], count)
+            for view in group:
+                view.grown = torch.zeros(0, dtype=torch.bool)
 
-    def explore(self, site: Site) -> Connections:
-        """Nothing grows."""
-        return site.choose(0)
+    def explore(self, view: LayerView) -> Connections:
+        """No connections: nothing grows."""
+        return view.choose(0)
 
     def step(self) -> Rewiring | None:
         """Count a training step; prune if it is due, and hand over once the target is reached."""
@@ -150,9 +150,9 @@ class Gradual(Rewirer):
         model = self._model()
         assert model is not None, "the model is gone"
         new = hand_over(model, self.optimizer)
-        for site in self._sites:
-            site.layer = new.get(site.layer, site.layer)
-            site.clear()
+        for view in self._views:
+            view.layer = new.get(view.layer, view.layer)
+            view.clear()
         self.handed_over = True
         self._followers.bring()
 
@@ -172,5 +172,5 @@ class Gradual(Rewirer):
             self.hand_over()
 
 
-def _size(site: Site) -> int:
-    return site.layer.domain.size
+def _size(view: LayerView) -> int:
+    return view.layer.domain.size

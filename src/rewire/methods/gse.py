@@ -13,7 +13,7 @@ from rewire.connections import Connections
 from rewire.methods.arguments import Fraction, check_choice, check_number
 from rewire.methods.beforehand import Beforehand
 from rewire.methods.change import Replaced, lowest, replace, spare, subset_of, topk
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 from rewire.ops.sampling import Stream, magnitude
 from rewire.sampling import DISTRIBUTIONS, Weights, ceil, draw
 
@@ -138,19 +138,19 @@ class GSE(Beforehand):
                 "weights; derive from rewire.Rewirer to score otherwise"
             )
 
-    def explore(self, site: Site) -> Connections | None:
+    def explore(self, view: LayerView) -> Connections | None:
         """Sample S, in the backward pass that then evaluates the gradient there."""
-        assert site.batch is not None
-        f_g = DISTRIBUTIONS[self.distribution](site.batch, site.stream)
-        return sample_subset(site.active, f_g, self.subset, site.stream)
+        assert view.batch is not None
+        f_g = DISTRIBUTIONS[self.distribution](view.batch, view.stream)
+        return sample_subset(view.active, f_g, self.subset, view.stream)
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Grow and prune, over the whole model or layer by layer."""
-        for group in self.groups(sites):
-            A, S = [site.active for site in group], [subset_of(site) for site in group]
-            theta = [site.weights for site in group]
-            grad = [site.gradient for site in group if site.gradient is not None]
-            for site, after in zip(
+        for group in self.groups(views):
+            A, S = [view.active for view in group], [subset_of(view) for view in group]
+            theta = [view.weights for view in group]
+            grad = [view.gradient for view in group if view.gradient is not None]
+            for view, after in zip(
                 group, grow_and_prune(A, theta, S, grad, self.alpha(self.t)), strict=True
             ):
-                site.after, site.pruned, site.grown = after, after.pruned, after.grown
+                view.after, view.pruned, view.grown = after, after.pruned, after.grown

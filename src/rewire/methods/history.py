@@ -79,7 +79,7 @@ class History(Sequence[Rewiring]):
         self._rows: list[tuple[int, float, torch.Tensor]] = []
 
     def append(self, rewiring: Rewiring) -> None:
-        """Keep one more."""
+        """Append a rewiring."""
         counts = [[getattr(rewiring.layers[n], c) for c in _COUNTS] for n in self._names]
         row = torch.tensor(counts, dtype=torch.int64).view(len(self._names), len(_COUNTS))
         self._rows.append((rewiring.step, rewiring.fraction, row))
@@ -108,7 +108,7 @@ class History(Sequence[Rewiring]):
         return total(step, fraction, dict(zip(self._names, parts, strict=True)))
 
     def state_dict(self) -> dict[str, Any]:
-        """As lists and one tensor."""
+        """The history as lists and one tensor."""
         empty = torch.empty((0, len(self._names), len(_COUNTS)), dtype=torch.int64)
         return {
             "steps": [step for step, _, _ in self._rows],
@@ -117,7 +117,7 @@ class History(Sequence[Rewiring]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         self.put(self.checked(state))
 
     def checked(self, state: Mapping[str, Any]) -> list[tuple[int, float, torch.Tensor]]:
@@ -137,5 +137,5 @@ class History(Sequence[Rewiring]):
         return list(zip(map(int, steps), map(float, fractions), counts, strict=True))
 
     def put(self, rows: list[tuple[int, float, torch.Tensor]]) -> None:
-        """Take what :meth:`checked` has found."""
+        """Store what :meth:`checked` returned."""
         self._rows = rows

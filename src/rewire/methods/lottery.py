@@ -165,7 +165,7 @@ class Lottery:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back: the next ticket is the same again."""
+        """Restore what :meth:`state_dict` returned: the next ticket is the same again."""
         if tuple(state["sparsities"]) != self.sparsities:
             raise ValueError(
                 f"the state is that of rounds at {state['sparsities']}, not {list(self.sparsities)}"

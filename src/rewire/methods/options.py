@@ -1,4 +1,4 @@
-"""What can be set of a method in ``rewire train``, in one table.
+"""The options of methods in ``rewire train``, in one table.
 
 The command line, ``config.toml``, their checks and defaults come from it. A new option is a row here, and
 an argument of that name of what makes the methods that take it.

@@ -50,7 +50,7 @@ def layers_of(model: M, keep_dense: str | Iterable[str] = ()) -> tuple[M, Layers
 
 
 def weights_of(layers: Layers) -> dict[str, Tensor]:
-    """Copies of their weights that want gradients, by name of the parameter."""
+    """Copies of the layers' weights that require gradients, by name of the parameter."""
     return {
         _parameter(name): layer.weight.detach().clone().requires_grad_()
         for name, layer in layers.items()
@@ -77,7 +77,7 @@ def losses(
 
 
 def checked(batches: Iterable[Pair]) -> list[Pair]:
-    """As a list of pairs."""
+    """The batches as a list of pairs, after checking them."""
     found = list(batches)
     if not found or not all(isinstance(b, tuple | list) and len(b) == 2 for b in found):
         raise ValueError("batches must be one or more pairs of inputs and targets")
@@ -103,7 +103,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def check_target(sparsity: float, scope: str) -> None:
-    """Raise a ValueError unless this can be met."""
+    """Raise a ValueError unless the target can be met."""
     if not 0 <= sparsity < 1:
         raise ValueError(f"sparsity must be at least 0 and below 1, got {sparsity}")
     check_choice("scope", scope, ("global", "layer"))

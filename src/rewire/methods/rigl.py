@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rewire.methods.beforehand import Beforehand
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 
 
 class RigL(Beforehand):
@@ -21,5 +21,5 @@ class RigL(Beforehand):
     Reference: Evci et al., *Rigging the lottery: making all tickets winners*, 2020.
     """
 
-    def explore(self, site: Site) -> None:
+    def explore(self, view: LayerView) -> None:
         """All inactive connections."""

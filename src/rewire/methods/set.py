@@ -14,8 +14,8 @@ from rewire.connections import Connections
 from rewire.methods.arguments import Fraction, check_choice
 from rewire.methods.base import Rewirer
 from rewire.methods.change import select, spare
+from rewire.methods.layer_view import LayerView
 from rewire.methods.sharing import share_at_random, share_out
-from rewire.methods.site import Site
 
 GROWTH = ("uniform", "proportional")
 
@@ -56,20 +56,20 @@ class SET(Rewirer):
             model, optimizer, every=every, until=until, fraction=fraction, scope=scope, seed=seed
         )
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Prune by magnitude, and grow as many anywhere."""
-        for group in self.groups(sites):
-            active, free = [site.layer.count for site in group], [site.free for site in group]
+        for group in self.groups(views):
+            active, free = [view.layer.count for view in group], [view.free for view in group]
             k = min(sampling.ceil(self.alpha(self.t) * sum(active)), sum(free), spare(active))
-            select(group, "pruned", [self.survival(site) for site in group], k)
+            select(group, "pruned", [self.survival(view) for view in group], k)
             if self.growth_rule == "uniform":
                 counts = share_at_random(k, free, group[0].stream)
             else:
                 counts = share_out(k, active, free)
-            for site, count in zip(group, counts, strict=True):
-                site.subset = site.choose(count)
-                site.grown = torch.ones(count, dtype=torch.bool)
+            for view, count in zip(group, counts, strict=True):
+                view.subset = view.choose(count)
+                view.grown = torch.ones(count, dtype=torch.bool)
 
-    def explore(self, site: Site) -> Connections:
+    def explore(self, view: LayerView) -> Connections:
         """Nothing yet: how much a layer grows depends on the others."""
-        return site.choose(0)
+        return view.choose(0)

@@ -13,8 +13,8 @@ from rewire import sampling
 from rewire.methods.arguments import Fraction, check_number
 from rewire.methods.base import Rewirer
 from rewire.methods.change import select
+from rewire.methods.layer_view import LayerView, Like
 from rewire.methods.sharing import share_out
-from rewire.methods.site import Like, Site
 from rewire.methods.streaming import Best
 from rewire.ops import dense
 from rewire.sampling import Batch
@@ -68,74 +68,74 @@ class SNFS(Rewirer):
         """Every step up to the last rewiring."""
         return self.until is None or t <= self.until - self.until % self.every
 
-    def has_seen(self, site: Site) -> bool:
+    def has_seen(self, view: LayerView) -> bool:
         """Whether a layer has a momentum."""
-        return "momentum" in site.memory
+        return "momentum" in view.memory
 
-    def observe(self, site: Site, batch: Batch) -> None:
+    def observe(self, view: LayerView, batch: Batch) -> None:
         """Add the gradient to the momentum; the first of a step lets the old one fade."""
-        self._begin(site)
-        fading = self.momentum if int(site.memory["step"]) != self.t + 1 else 1.0
-        site.memory["step"].fill_(self.t + 1)
-        for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
+        self._begin(view)
+        fading = self.momentum if int(view.memory["step"]) != self.t + 1 else 1.0
+        view.memory["step"].fill_(self.t + 1)
+        for first, last in dense.blocks(view.layer.n_out, view.layer.domain.width):
             rows = dense.gradient_rows(
-                batch.conv, batch.dy, batch.x, first, last, site.layer.domain
+                batch.conv, batch.dy, batch.x, first, last, view.layer.domain
             )
-            part = site.memory["momentum"][first:last]
+            part = view.memory["momentum"][first:last]
             part.mul_(fading).add_(rows, alpha=1 - self.momentum)
 
-    def _begin(self, site: Site) -> None:
-        if "momentum" not in site.memory:
-            shape = site.layer.n_out, site.layer.domain.width
-            site.memory["momentum"] = site.weights.new_zeros(shape)
-            site.memory["step"] = torch.tensor(0)
+    def _begin(self, view: LayerView) -> None:
+        if "momentum" not in view.memory:
+            shape = view.layer.n_out, view.layer.domain.width
+            view.memory["momentum"] = view.weights.new_zeros(shape)
+            view.memory["step"] = torch.tensor(0)
 
-    def memory_of(self, site: Site) -> dict[str, Like]:
+    def memory_of(self, view: LayerView) -> dict[str, Like]:
         """The dense momentum, and the step of its last gradient."""
-        units = site.layer.n_out, site.layer.domain.width
-        return {"momentum": Like(units, site.weights.dtype), "step": Like((), torch.int64)}
+        units = view.layer.n_out, view.layer.domain.width
+        return {"momentum": Like(units, view.weights.dtype), "step": Like((), torch.int64)}
 
-    def average(self, sites: Sequence[Site]) -> None:
+    def average(self, views: Sequence[LayerView]) -> None:
         """Average the momentum over processes, block by block."""
         group = self._group
         if group.world == 1:
             return
-        seen = group.gather([self.has_seen(site) for site in sites])
-        for site, ranks in zip(sites, zip(*seen, strict=True), strict=True):
+        seen = group.gather([self.has_seen(view) for view in views])
+        for view, ranks in zip(views, zip(*seen, strict=True), strict=True):
             if any(ranks):
-                self._begin(site)
-                for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
-                    part = site.memory["momentum"][first:last]
+                self._begin(view)
+                for first, last in dense.blocks(view.layer.n_out, view.layer.domain.width):
+                    part = view.memory["momentum"][first:last]
                     (rows,) = group.sum(part)
                     part.copy_(rows / group.world)
 
-    def choose(self, sites: Sequence[Site]) -> None:
+    def choose(self, views: Sequence[LayerView]) -> None:
         """Prune by magnitude; share out by mean momentum; grow the largest momenta."""
-        shares = _integers([_mean_momentum(site) for site in sites])  # before pruning
-        free = [site.free for site in sites]
-        count = self._prune(sites, sum(free))
-        for site, grown in zip(sites, share_out(count, shares, free), strict=True):
+        shares = _integers([_mean_momentum(view) for view in views])  # before pruning
+        free = [view.free for view in views]
+        count = self._prune(views, sum(free))
+        for view, grown in zip(views, share_out(count, shares, free), strict=True):
             best = Best(grown)
-            for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
-                best.add(site, first, last, site.memory["momentum"][first:last])
-            ((_, site.subset, site.gradient),) = best.of([site])
-            site.grown = torch.ones(grown, dtype=torch.bool)
-            site.considered = site.free
+            for first, last in dense.blocks(view.layer.n_out, view.layer.domain.width):
+                best.add(view, first, last, view.memory["momentum"][first:last])
+            ((_, view.subset, view.gradient),) = best.of([view])
+            view.grown = torch.ones(grown, dtype=torch.bool)
+            view.considered = view.free
 
-    def _prune(self, sites: Sequence[Site], free: int) -> int:
+    def _prune(self, views: Sequence[LayerView], free: int) -> int:
         alpha = self.alpha(self.t)
-        groups = self.groups(sites)
-        active = [sum(site.layer.count for site in group) for group in groups]
-        spare = [sum(max(0, site.layer.count - 1) for site in group) for group in groups]
+        groups = self.groups(views)
+        active = [sum(view.layer.count for view in group) for group in groups]
+        spare = [sum(max(0, view.layer.count - 1) for view in group) for group in groups]
         counts = [min(sampling.ceil(alpha * a), s) for a, s in zip(active, spare, strict=True)]
         counts = share_out(min(sum(counts), free), counts, counts)
         for group, count in zip(groups, counts, strict=True):
-            select(group, "pruned", [self.survival(site) for site in group], count)
+            select(group, "pruned", [self.survival(view) for view in group], count)
         return sum(counts)
 
 
-def _mean_momentum(site: Site) -> float:
-    momentum, active = site.memory["momentum"], site.active
+def _mean_momentum(view: LayerView) -> float:
+    momentum, active = view.memory["momentum"], view.active
     device = momentum.device
     mine: Tensor = momentum[active.outputs().to(device), active.columns().to(device)]
     mean = float(mine.abs().double().mean()) if mine.numel() else 0.0

@@ -15,7 +15,7 @@ from rewire.ops.sampling import select
 from rewire.sampling import Batch
 
 if TYPE_CHECKING:
-    from rewire.methods.site import Site
+    from rewire.methods.layer_view import LayerView
 
 
 class DenseGradient:
@@ -63,9 +63,9 @@ def _versions(batch: Batch) -> tuple[int, int]:
     return batch.x._version, batch.dy._version
 
 
-def _inactive(site: Site, first: int, last: int, keys: Tensor) -> Tensor:
+def _inactive(view: LayerView, first: int, last: int, keys: Tensor) -> Tensor:
     """Which of these keys, of output units ``first`` to ``last`` and columns, are not active."""
-    active = site.active.packed()
+    active = view.active.packed()
     indptr = active.indptr[first : last + 1].long().cpu()
     inputs = active.indices[int(indptr[0]) : int(indptr[-1])].cpu()
     rows = torch.repeat_interleave(torch.arange(first, last), indptr.diff())
@@ -89,17 +89,17 @@ class Best:
         self._held = 0
         self._least = -1.0
 
-    def add(self, site: Site, first: int, last: int, rows: Tensor) -> None:
+    def add(self, view: LayerView, first: int, last: int, rows: Tensor) -> None:
         """Look at the numbers of output units ``first`` to ``last``, by column: (last - first, width)."""
         flat = rows.flatten()
         if self._least < 0:
             places = torch.arange(flat.numel(), device=flat.device)
         else:
             places = (flat.abs() > self._least).nonzero().flatten()
-        numbers, keys = flat[places].cpu(), places.cpu() + first * site.layer.domain.width
-        free = _inactive(site, first, last, keys)
+        numbers, keys = flat[places].cpu(), places.cpu() + first * view.layer.domain.width
+        free = _inactive(view, first, last, keys)
         keys, numbers = keys[free], numbers[free]
-        self._found.append((torch.full_like(keys, site.index), keys, numbers))
+        self._found.append((torch.full_like(keys, view.index), keys, numbers))
         self._held += keys.numel()
         if self._held > 2 * self.count + dense.BLOCK:
             self._reduce()
@@ -117,24 +117,24 @@ class Best:
             self._least = least if least >= 0 else -1.0  # not a number: compare with none
         return found
 
-    def of(self, sites: list[Site]) -> Iterator[tuple[Site, Connections, Tensor]]:
+    def of(self, views: list[LayerView]) -> Iterator[tuple[LayerView, Connections, Tensor]]:
         """Each layer with those that were found in it, and their numbers."""
         layers, keys, numbers = self._reduce()
-        for site in sites:
-            mine = layers == site.index
-            domain = site.layer.domain
+        for view in views:
+            mine = layers == view.index
+            domain = view.layer.domain
             found = Connections.from_keys(keys[mine], domain.width, domain.n_out)
-            yield site, domain.unpacked(found), numbers[mine]
+            yield view, domain.unpacked(found), numbers[mine]
 
 
-def keep_best(sites: Sequence[Site], count: int, group: Alone) -> None:
+def keep_best(views: Sequence[LayerView], count: int, group: Alone) -> None:
     """Let S be the ``count`` inactive connections of these layers with the largest gradients, averaged over
     processes; the dense gradient is evaluated in blocks."""
     best = Best(count)
-    for site in sites:
-        assert site.dense is not None
-        for first, last in dense.blocks(site.layer.n_out, site.layer.domain.width):
-            (rows,) = group.sum(site.dense.rows(first, last))
-            best.add(site, first, last, rows / group.world)
-    for site, subset, gradient in best.of(list(sites)):
-        site.subset, site.gradient, site.considered = subset, gradient, site.free
+    for view in views:
+        assert view.dense is not None
+        for first, last in dense.blocks(view.layer.n_out, view.layer.domain.width):
+            (rows,) = group.sum(view.dense.rows(first, last))
+            best.add(view, first, last, rows / group.world)
+    for view, subset, gradient in best.of(list(views)):
+        view.subset, view.gradient, view.considered = subset, gradient, view.free

@@ -7,30 +7,30 @@ from collections.abc import Mapping, Sequence
 from rewire.communication import Alone, fingerprint
 from rewire.connections import Connections
 from rewire.methods.change import subset_of
-from rewire.methods.site import Site
+from rewire.methods.layer_view import LayerView
 
 
-def average(sites: Sequence[Site], group: Alone, t: int) -> None:
+def average(views: Sequence[LayerView], group: Alone, t: int) -> None:
     """Give all processes the same subsets, and the gradients there of the whole batch."""
     if group.world == 1:
         return
-    everywhere = group.gather([site.dense is not None for site in sites])
-    for site, ranks in zip(sites, zip(*everywhere, strict=True), strict=True):
+    everywhere = group.gather([view.dense is not None for view in views])
+    for view, ranks in zip(views, zip(*everywhere, strict=True), strict=True):
         if any(ranks):
-            site.look_at_all()
-    explored = group.gather([site.gradient is not None for site in sites])
+            view.look_at_all()
+    explored = group.gather([view.gradient is not None for view in views])
     shared = []
-    for site, ranks in zip(sites, zip(*explored, strict=True), strict=True):
+    for view, ranks in zip(views, zip(*explored, strict=True), strict=True):
         if any(ranks):
-            shared.append(site)
+            shared.append(view)
         if any(ranks) and not all(ranks):
-            site.take_subset(group, ranks.index(1))
+            view.take_subset(group, ranks.index(1))
     if not shared:
         return
     check_alike({s.name: (s.active, subset_of(s)) for s in shared}, group, "before", t)
-    sums = group.sum(*(site.gradient for site in shared if site.gradient is not None))
-    for site, gradient in zip(shared, sums, strict=True):
-        site.gradient = gradient / group.world
+    sums = group.sum(*(view.gradient for view in shared if view.gradient is not None))
+    for view, gradient in zip(shared, sums, strict=True):
+        view.gradient = gradient / group.world
 
 
 def check_alike(sets: Mapping[str, Sequence[Connections]], group: Alone, when: str, t: int) -> None:

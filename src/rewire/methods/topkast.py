@@ -14,7 +14,7 @@ from rewire.connections import Connections
 from rewire.methods.arguments import check_integer
 from rewire.methods.base import Rewirer
 from rewire.methods.history import LayerRewiring, Rewiring, total
-from rewire.methods.site import Like, Site, parameters
+from rewire.methods.layer_view import LayerView, Like, parameters
 from rewire.nn.masked_layer import MaskedLayer
 from rewire.ops.sampling import select
 
@@ -86,11 +86,11 @@ class TopKAST(Rewirer):
                 f"Top-KAST acts right before and after each update, which {type(optimizer).__name__} "
                 f"leaves to {type(inner[0]).__name__}: use that one by itself"
             )
-        for site in self._sites:
-            _check(site)
+        for view in self._views:
+            _check(view)
         self._resting: dict[str, Tensor] = {}
-        for site in self._sites:
-            self._apply(site, self._plan(site))
+        for view in self._views:
+            self._apply(view, self._plan(view))
         for register, hook in (
             (optimizer.register_step_pre_hook, self._before),
             (optimizer.register_step_post_hook, self._after),
@@ -101,9 +101,9 @@ class TopKAST(Rewirer):
         """Every step up to ``explore``, then as :meth:`Rewirer.due`."""
         return 0 < t <= self.explore_until or super().due(t)
 
-    def _plan(self, site: Site) -> _Change:
+    def _plan(self, view: LayerView) -> _Change:
         """Choose A and B of a layer; nothing is changed yet."""
-        layer = _masked(site)
+        layer = _masked(view)
         magnitudes = layer.flat(layer.weight.detach()).abs().flatten()
         reach = min(sampling.ceil(self.backward * layer.count), magnitudes.numel())
         a, b = (
@@ -120,34 +120,34 @@ class TopKAST(Rewirer):
         )
         return _Change(a, b, state)
 
-    def _apply(self, site: Site, change: _Change) -> tuple[Connections, Connections]:
+    def _apply(self, view: LayerView, change: _Change) -> tuple[Connections, Connections]:
         """Make the change; returns the connections before and after."""
-        layer, before = _masked(site), site.active
+        layer, before = _masked(view), view.active
         if change.optimizer is not None:
             optim.put(layer.weight, change.optimizer)
         layer.mask.copy_(change.active)
         layer.reach = change.reach
-        site.memory |= {"active": layer.mask, "reach": change.reach}
-        return before, site.active
+        view.memory |= {"active": layer.mask, "reach": change.reach}
+        return before, view.active
 
     @torch.no_grad()
     def _rewire(self) -> Rewiring:
         parts: dict[str, LayerRewiring] = {}
-        sites = [site for site in self._sites if site.layer.parameter.requires_grad]
-        optim.check(self.optimizer, parameters(sites))
-        changes = {site.name: self._plan(site) for site in sites}  # may raise
-        for site in self._sites:
-            counter = site.count()
+        views = [view for view in self._views if view.layer.parameter.requires_grad]
+        optim.check(self.optimizer, parameters(views))
+        changes = {view.name: self._plan(view) for view in views}  # may raise
+        for view in self._views:
+            counter = view.count()
             grown, reach = 0, 0
-            if site.name in changes:
-                before, after = self._apply(site, changes[site.name])
+            if view.name in changes:
+                before, after = self._apply(view, changes[view.name])
                 new = ~torch.isin(after.keys(), before.keys())
-                grown, reach = int(new.sum()), int(site.memory["reach"].sum())
+                grown, reach = int(new.sum()), int(view.memory["reach"].sum())
                 counter.add(sampling.rows(after.packed()))
-                site.layer.parameter.grad = None
-            size, count = site.layer.domain.size, site.layer.count
+                view.layer.parameter.grad = None
+            size, count = view.layer.domain.size, view.layer.count
             rest = max(0, reach - count)
-            parts[site.name] = LayerRewiring(count, grown, grown, rest, counter.total(), size)
+            parts[view.name] = LayerRewiring(count, grown, grown, rest, counter.total(), size)
         rewiring = total(self.t, 0.0, parts)
         self.history.append(rewiring)
         return rewiring
@@ -156,8 +156,8 @@ class TopKAST(Rewirer):
     def _before(self) -> None:
         """Add the penalty; remember what rests."""
         self._resting.clear()
-        for site in self._sites:
-            layer = _masked(site)
+        for view in self._views:
+            layer = _masked(view)
             weight, reach = layer.weight, layer.reach
             if weight.grad is None or reach is None:
                 continue
@@ -166,30 +166,30 @@ class TopKAST(Rewirer):
             used, explored = strength - decay, strength / layer.density - decay
             factor = torch.where(layer.mask, used, explored).to(weight.dtype)
             weight.grad += torch.where(reach, factor * weight, weight.new_zeros(()))
-            self._resting[site.name] = weight.detach().clone()
+            self._resting[view.name] = weight.detach().clone()
 
     @torch.no_grad()
     def _after(self) -> None:
         """Put back what rests."""
-        for site in self._sites:
-            layer = _masked(site)
-            if site.name in self._resting and layer.reach is not None:
-                kept = self._resting[site.name]
+        for view in self._views:
+            layer = _masked(view)
+            if view.name in self._resting and layer.reach is not None:
+                kept = self._resting[view.name]
                 layer.weight.copy_(torch.where(layer.reach, layer.weight, kept))
         self._resting.clear()
 
-    def memory_of(self, site: Site) -> dict[str, Like]:
+    def memory_of(self, view: LayerView) -> dict[str, Like]:
         """The masks of A and B."""
-        like = Like(tuple(_masked(site).mask.shape), torch.bool, always=True)
+        like = Like(tuple(_masked(view).mask.shape), torch.bool, always=True)
         return {"active": like, "reach": like}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """As :meth:`Rewirer.load_state_dict`."""
         super().load_state_dict(state)
-        for site in self._sites:
-            layer = _masked(site)
-            layer.reach = site.memory["reach"].to(layer.mask)
-            layer.mask.copy_(site.memory["active"])
+        for view in self._views:
+            layer = _masked(view)
+            layer.reach = view.memory["reach"].to(layer.mask)
+            layer.mask.copy_(view.memory["active"])
 
 
 class _Change(NamedTuple):
@@ -200,15 +200,15 @@ class _Change(NamedTuple):
     optimizer: optim.Carried | None
 
 
-def _masked(site: Site) -> MaskedLayer:
-    assert isinstance(site.layer, MaskedLayer)
-    return site.layer
+def _masked(view: LayerView) -> MaskedLayer:
+    assert isinstance(view.layer, MaskedLayer)
+    return view.layer
 
 
-def _check(site: Site) -> None:
+def _check(view: LayerView) -> None:
     how = 'make the model with rewire.sparsify(..., weights="dense", storage="masked")'
-    if not isinstance(site.layer, MaskedLayer):
-        raise ValueError(f"{site.name} is a sparse layer, and Top-KAST keeps dense weights: {how}")
-    hidden = torch.where(site.layer.mask, 0, site.layer.weight.detach())
-    if site.layer.density < 1 and not bool(hidden.any()):
-        raise ValueError(f"{site.name} has no weights outside of its mask to explore: {how}")
+    if not isinstance(view.layer, MaskedLayer):
+        raise ValueError(f"{view.name} is a sparse layer, and Top-KAST keeps dense weights: {how}")
+    hidden = torch.where(view.layer.mask, 0, view.layer.weight.detach())
+    if view.layer.density < 1 and not bool(hidden.any()):
+        raise ValueError(f"{view.name} has no weights outside of its mask to explore: {how}")

@@ -1,4 +1,4 @@
-"""Masked twins of the sparse layers: a dense weight and a mask, on any device.
+"""Masked versions of the sparse layers: a dense weight and a mask, on any device.
 
 They compute what sparse layers with the same connections compute, and rewirers treat them alike. A dense
 weight costs the memory and time of a dense layer: they are for devices without sparse kernels, and for
@@ -29,7 +29,7 @@ D = TypeVar("D", bound=nn.Module)
 
 
 class MaskedLinear(MaskedLayer):
-    """The masked twin of :class:`rewire.SparseLinear`.
+    """The masked version of :class:`rewire.SparseLinear`.
 
     Args:
         weight: (out_features, in_features), copied.
@@ -204,13 +204,13 @@ _TRANSPOSED: dict[int, Any] = {1: F.conv_transpose1d, 2: F.conv_transpose2d}
 
 
 class MaskedConv1d(MaskedConv):
-    """The masked twin of :class:`rewire.SparseConv1d`; arguments as for :class:`MaskedConv2d`."""
+    """The masked version of :class:`rewire.SparseConv1d`; arguments as for :class:`MaskedConv2d`."""
 
     dims, dense, sparse = 1, nn.Conv1d, SparseConv1d
 
 
 class MaskedConv2d(MaskedConv):
-    """The masked twin of :class:`rewire.SparseConv2d`.
+    """The masked version of :class:`rewire.SparseConv2d`.
 
     Args:
         weight: (out_channels, in_channels / groups, kh, kw), copied.
@@ -223,7 +223,7 @@ class MaskedConv2d(MaskedConv):
 
 
 class MaskedConv3d(MaskedConv):
-    """The masked twin of :class:`rewire.SparseConv3d`; arguments as for :class:`MaskedConv2d`."""
+    """The masked version of :class:`rewire.SparseConv3d`; arguments as for :class:`MaskedConv2d`."""
 
     dims, dense, sparse = 3, nn.Conv3d, SparseConv3d
 
@@ -281,13 +281,13 @@ class MaskedConvTranspose(MaskedConv, TransposedShape):
 
 
 class MaskedConvTranspose1d(MaskedConvTranspose):
-    """The masked twin of :class:`rewire.SparseConvTranspose1d`."""
+    """The masked version of :class:`rewire.SparseConvTranspose1d`."""
 
     dims, dense, sparse = 1, nn.ConvTranspose1d, SparseConvTranspose1d
 
 
 class MaskedConvTranspose2d(MaskedConvTranspose):
-    """The masked twin of :class:`rewire.SparseConvTranspose2d`."""
+    """The masked version of :class:`rewire.SparseConvTranspose2d`."""
 
     dims, dense, sparse = 2, nn.ConvTranspose2d, SparseConvTranspose2d
 

@@ -50,7 +50,7 @@ class MaskedLayer(ConnectedLayer):
 
     @property
     def effective(self) -> Tensor:
-        """The weight that counts, with its gradient."""
+        """The weight with zeros for inactive connections; gradients flow to the active ones."""
         zero = self.weight.new_zeros(())
         if self.reach is None:
             return torch.where(self.mask, self.weight, zero)

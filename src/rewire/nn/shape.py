@@ -39,7 +39,7 @@ def flatten(weight: Tensor) -> Tensor:
 
 
 def unflatten(flat: Tensor, kernel: Sequence[int]) -> Tensor:
-    """What :func:`flatten` was given."""
+    """The inverse of :func:`flatten`."""
     taps = _TAPS[len(kernel)]
     found: Tensor = flat.unflatten(1, (*(kernel[axis - 2] for axis in taps), -1))
     return found.permute(0, len(kernel) + 1, *(1 + taps.index(2 + k) for k in range(len(kernel))))
@@ -190,7 +190,7 @@ class ConvShape:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the dense weight."""
+        """Shape of the dense layer's weight."""
         rows, others = self._sides(self.in_channels, self.out_channels)
         return (rows, others // self.groups, *self.kernel_size)
 

@@ -99,7 +99,7 @@ class SparseLayer(ConnectedLayer):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """Of the dense layer's weight."""
+        """Shape of the dense layer's weight."""
         return self.n_out, self.n_in
 
     @property

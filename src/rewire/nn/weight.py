@@ -58,18 +58,18 @@ class Weight:
 
     @property
     def shape(self) -> torch.Size:
-        """That of the dense weight."""
+        """Shape of the dense weight."""
         shape = self._layer.weight_shape
         return torch.Size(shape[::-1] if self._turned else shape)
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the values."""
+        """The same as of ``layer.values``."""
         return self._own().dtype
 
     @property
     def device(self) -> torch.device:
-        """That of the values."""
+        """The same as of ``layer.values``."""
         return self._own().device
 
     @property
@@ -101,7 +101,7 @@ class Weight:
 
     @property
     def grad(self) -> NoReturn:
-        """No attribute of a view: see ``layer.values.grad``."""
+        """Raises: the gradient is ``layer.values.grad``."""
         refuse(self, "grad", "has no gradient of its own: that of the layer is layer.values.grad")
 
     @grad.setter
@@ -126,7 +126,7 @@ class Weight:
         return self.shape[0]
 
     def is_floating_point(self) -> bool:
-        """True, as far as layers go."""
+        """Always True."""
         return self.dtype.is_floating_point
 
     def is_complex(self) -> bool:
@@ -247,15 +247,15 @@ class Weight:
         return csr.t().to_sparse_csr() if self._turned else csr
 
     def crow_indices(self) -> Tensor:
-        """Of :meth:`to_sparse_csr`."""
+        """The same as of :meth:`to_sparse_csr`."""
         return self.to_sparse_csr().crow_indices()
 
     def col_indices(self) -> Tensor:
-        """Of :meth:`to_sparse_csr`."""
+        """The same as of :meth:`to_sparse_csr`."""
         return self.to_sparse_csr().col_indices()
 
     def values(self) -> Tensor:
-        """Of :meth:`to_sparse_csr`."""
+        """The same as of :meth:`to_sparse_csr`."""
         return torch.Tensor.values(self.to_sparse_csr())
 
     def to_dense(self) -> Tensor:

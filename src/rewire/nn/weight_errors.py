@@ -1,4 +1,4 @@
-"""What is said where code wants of a sparse weight what only a dense one has."""
+"""Error messages for uses of a sparse weight that only a dense one supports."""
 
 from __future__ import annotations
 

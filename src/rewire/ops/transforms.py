@@ -107,7 +107,7 @@ def input_gradient(
 
 
 def sizes(conv: Convolution) -> tuple[list[int], ...]:
-    """As the operators take them."""
+    """Sizes of a convolution as arguments of the operators."""
     return list(conv.kernel), list(conv.stride), list(conv.padding), list(conv.dilation)
 
 

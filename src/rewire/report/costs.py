@@ -11,7 +11,7 @@ from rewire.report import html
 from rewire.report.groups import Group
 from rewire.report.plot import Plot, Series, slug
 from rewire.report.views import Namer, View
-from rewire.training.words import big, duration
+from rewire.training.formatting import big, duration
 
 _SAME = ("dataset", "model", "width", "batch_size", "image_size")
 

@@ -15,7 +15,7 @@ from rewire.report.rerun import command
 from rewire.report.runs import DAMAGED, FINISHED, UNFINISHED, Found, Run, total
 from rewire.report.sections import Part, Section
 from rewire.training import toml
-from rewire.training.words import duration
+from rewire.training.formatting import duration
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 

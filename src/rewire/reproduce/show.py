@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rewire.reproduce.process import LAST
 from rewire.reproduce.worker import Event
-from rewire.training.words import duration, percent
+from rewire.training.formatting import duration, percent
 
 if TYPE_CHECKING:
     from rich.console import Console

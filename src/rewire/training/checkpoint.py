@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rewire import files
-from rewire.training import tree
+from rewire.training import json_codec
 
 KEPT = 2
 VERSION = 1
@@ -59,7 +59,7 @@ def _fill(folder: Path, state: Any) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir()
-    encoded, tensors = tree.encode(state)
+    encoded, tensors = json_codec.encode(state)
     save_file(tensors, folder / _TENSORS)
     size, checksum = (folder / _TENSORS).stat().st_size, files.sha256(folder / _TENSORS)
     body = {
@@ -94,7 +94,7 @@ def load(path: Path) -> Any:
                 raise CheckpointError(f"{path / name} is not as long as it was written")
             if files.sha256(path / name) != facts["sha256"]:
                 raise CheckpointError(f"{path / name} does not match its checksum")
-        return tree.decode(body["state"], load_file(path / _TENSORS))
+        return json_codec.decode(body["state"], load_file(path / _TENSORS))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     except (

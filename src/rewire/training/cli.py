@@ -335,12 +335,12 @@ def evaluate(
     Example: `rewire eval runs/digits`
     """
     from rewire.data import DataError
-    from rewire.training import use
+    from rewire.training import inference
     from rewire.training.folder import RunError, plain
-    from rewire.training.words import percent
+    from rewire.training.formatting import percent
 
     try:
-        found = use.evaluate(path, _device(device, threads), root=root, workers=workers)
+        found = inference.evaluate(path, _device(device, threads), root=root, workers=workers)
     except (ValueError, RunError, DataError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     if as_json:
@@ -369,12 +369,12 @@ def predict(
     Example: `rewire predict runs/cifar10 cat.jpg dog.png`
     """
     from rewire.data import DataError
-    from rewire.training import use
+    from rewire.training import inference
     from rewire.training.folder import RunError, plain
-    from rewire.training.words import percent
+    from rewire.training.formatting import percent
 
     try:
-        found = use.predict(path, images, top, _device(device, threads))
+        found = inference.predict(path, images, top, _device(device, threads))
     except (ValueError, RunError, DataError, OSError, MemoryError) as error:
         _fail(files.problem(error))
     for image, guesses in zip(images, found, strict=True):
@@ -402,16 +402,16 @@ def export(
     Example: `rewire export runs/cifar10 vgg16.pt`, `rewire export runs/cifar10 vgg16.onnx`
     """
     from rewire import exporting
-    from rewire.training import use
+    from rewire.training import inference
     from rewire.training.folder import RunError
 
     try:
-        model, what = use.load(path)
+        model, what = inference.load(path)
         onnx = format == "onnx" or to.suffix == ".onnx"
         exporting.export(
             *(model, to),
             format=format,
-            example=use.example(path) if onnx else None,
+            example=inference.example(path) if onnx else None,
             sparse_initializers=sparse_initializers,
         )
     except (ValueError, RunError, OSError, MemoryError) as error:

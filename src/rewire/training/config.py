@@ -80,7 +80,7 @@ class Config:
         return toml.dumps(asdict(self))
 
     def schedule(self, steps_per_epoch: int) -> Schedule:
-        """What happens at which step."""
+        """The schedule in steps."""
         return Schedule.of(self, steps_per_epoch)
 
     @property
@@ -162,7 +162,7 @@ _VIT = 0.01
 
 
 def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
-    """What settings are when they are not given, for this data set, model, method and optimizer."""
+    """The default settings for this data set, model, method and optimizer."""
     defaults = _RECIPES.get(given.get("dataset", "digits"), _IMAGENET) | {"dataset": "digits"}
     chosen = {**defaults, **given}
     if chosen["optimizer"] in ("adam", "adamw"):
@@ -183,7 +183,7 @@ def recipe(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resolve(given: Mapping[str, Any]) -> Config:
-    """The whole config, from what is given of it.
+    """The whole config: the given settings, and defaults for the others.
 
     Raises:
         ValueError: if something is given that does not exist, fit or make sense.

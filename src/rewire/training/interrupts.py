@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as a wish to stop, which the loop grants between two steps."""
+"""Ctrl-C and SIGTERM stop the loop between two steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """The run was asked to stop, and has.
+    """The run has stopped because of a signal.
 
     Attributes:
         signal: which one.

@@ -10,13 +10,13 @@ _UNITS = {"s": 1, "m": 60, "h": 3600}
 
 @dataclass(frozen=True)
 class Interval:
-    """So many steps, or so many seconds."""
+    """An interval in steps or in seconds."""
 
     steps: int | None = None
     seconds: float | None = None
 
     def over(self, steps: int, seconds: float) -> bool:
-        """Whether so many steps, in so many seconds, are enough."""
+        """Whether the interval is over after these steps and seconds."""
         by_steps = self.steps is not None and steps >= self.steps
         return by_steps or (self.seconds is not None and seconds >= self.seconds)
 

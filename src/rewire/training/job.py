@@ -1,4 +1,4 @@
-"""What a config means: data, models, an optimizer."""
+"""Builds the data, models and optimizer of a config."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Job:
         return models.for_images(self.config.model, shape, classes, self.config.width)
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """For all parameters of a model."""
+        """The optimizer of all parameters of a model."""
         config, decay = self.config, self.config.weight_decay
         if config.optimizer == "sgd":
             momentum = config.momentum
@@ -145,7 +145,7 @@ class Job:
             yield x.to(self.device), y.to(self.device)
 
     def batches(self, per_class: int) -> list[tuple[Tensor, Tensor]]:
-        """So many training images of each class, not augmented, with their labels, in batches of all
+        """A number of training images of each class, not augmented, with their labels, in batches of all
         classes in turn; the seed says which."""
         split, seed = self.dataset.train, self.config.seed
         order = np.random.default_rng(seed).permutation(len(split))

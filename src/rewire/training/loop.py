@@ -413,7 +413,7 @@ class Trainer:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         for name in ("step", "evaluated", "best", "best_epoch", "seconds"):
             setattr(self, name, state[name])
         self.sums = state["sums"].clone()

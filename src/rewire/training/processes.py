@@ -1,4 +1,4 @@
-"""What the loop asks of the processes that train together."""
+"""The processes that train together, as the loop uses them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Processes:
 
     @property
     def traffic(self) -> distributed.Traffic | None:
-        """What has travelled between processes."""
+        """The bytes sent between processes."""
         return None if self._parallel is None else self._parallel.traffic
 
     def sync(self) -> None:
@@ -48,7 +48,7 @@ class Processes:
         return torch.tensor(distributed.total(*counts.tolist()), dtype=counts.dtype)
 
     def any(self, wish: bool) -> bool:
-        """Whether any process wishes it."""
+        """Whether the flag is set in any process."""
         return wish if self.world == 1 else distributed.total(float(wish))[0] > 0
 
     def main_first(self, action: Callable[[], T]) -> T:

@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
 
-from rewire.training.words import duration, images, percent, report, title
+from rewire.training.formatting import duration, images, percent, report, title
 
 if TYPE_CHECKING:
     from rewire.training.loop import Trainer
@@ -16,7 +16,7 @@ _PATIENCE = 1.0  # seconds between plain lines
 
 
 class Progress:
-    """Tells nothing; what others derive from."""
+    """Shows nothing; the base class of the others."""
 
     def begin(self, trainer: Trainer) -> None:
         """The first step is about to be done."""
@@ -161,12 +161,12 @@ class Screen(Progress):
 
 
 def rewired(entry: dict[str, Any]) -> str:
-    """A rewiring in a few words."""
+    """A short description of a rewiring."""
     return f"rewired {percent(entry['turnover'])} at step {entry['step']:,}"
 
 
 def choose(*, quiet: bool, as_json: bool) -> Progress:
-    """What suits the terminal, or the lack of one, and the user's wishes."""
+    """The progress for this terminal, or for none, and the user's options."""
     if as_json:
         return JsonLines()
     if quiet:

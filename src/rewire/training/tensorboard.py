@@ -1,4 +1,4 @@
-"""Metrics for TensorBoard, beside the others."""
+"""Writes metrics for TensorBoard, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Using the model of a run: testing it, and asking what is in images."""
+"""Inference with the model of a run: testing it, and classifying images."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rewire.training.loop import shell
 
 @dataclass(frozen=True)
 class Tested:
-    """How good a model is.
+    """Loss and accuracy of a model.
 
     Attributes:
         what: which model it is, in words.

@@ -1,4 +1,4 @@
-"""A run in words: its title, and the report at its end."""
+"""Text about a run: numbers, its title, and the report at its end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def percent(share: float) -> str:
-    """In percent, with as many digits as matter.
+    """A share in percent, with the digits that matter.
 
     >>> percent(0.98712), percent(0.02), percent(0.0004)
     ('98.71 %', '2 %', '0.04 %')
@@ -24,7 +24,7 @@ def percent(share: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """In the two largest units.
+    """A duration in its two largest units.
 
     >>> duration(7.4), duration(75), duration(7_380)
     ('7 s', '1 min 15 s', '2 h 3 min')
@@ -74,7 +74,7 @@ def title(trainer: Trainer) -> str:
 
 
 def report(trainer: Trainer, entry: dict[str, Any]) -> str:
-    """What has become of it."""
+    """The report at the end of a run."""
     seconds = max(entry["seconds"], 1e-9)
     seen = entry["steps"] * trainer.job.config.batch_size
     forward, training = (

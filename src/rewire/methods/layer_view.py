@@ -1,4 +1,4 @@
-"""One layer as a method sees it, and the probe that sits in it while a rewiring is due."""
+"""The view of a layer that a method works on, and the probe in the layer while a rewiring is due."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from rewire.methods.change import Replaced
 
 
-class Site:
-    """One layer as a method's rules see it, whatever its storage.
+class LayerView:
+    """A view of one layer for a method's rules, independent of its storage.
 
     Attributes:
         name: of the layer in the model.
@@ -68,7 +68,7 @@ class Site:
         self.clear()
 
     def clear(self) -> None:
-        """Forget what belongs to one rewiring."""
+        """Clear the state of one rewiring."""
         self._active: Connections | None = None
         self.explored_beside: Connections | None = None  # A as it was then
         self.batch = self.subset = self.dense = self.gradient = None
@@ -108,7 +108,7 @@ class Site:
         return sampling.draw(self.active, factor, self.stream, weights)
 
     def choose(self, count: int) -> Connections:
-        """So many inactive connections (or all there are), uniformly at random."""
+        """``count`` inactive connections (or all there are), uniformly at random."""
         return sampling.choose(self.active, count, self.stream)
 
     def random(self, count: int) -> Tensor:
@@ -200,7 +200,7 @@ class Site:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take :meth:`state_dict` back."""
+        """Restore what :meth:`state_dict` returned."""
         self.put(self.checked(state, {}))
 
     def checked(self, state: Mapping[str, Any], memory: Mapping[str, Like]) -> dict[str, Any]:
@@ -255,10 +255,14 @@ class Site:
         return found
 
     def put(self, checked: Mapping[str, Any]) -> None:
-        """Take what :meth:`checked` has found."""
+        """Store what :meth:`checked` returned."""
         self.clear()
         for name, value in checked.items():
             setattr(self, name, value)
+
+
+Site = LayerView
+"""Its earlier name."""
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -267,7 +271,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 class Like(NamedTuple):
-    """What a tensor must be like."""
+    """Shape and dtype that a tensor must have."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -285,8 +289,8 @@ def _expect(name: str, tensor: Tensor, like: Like) -> None:
 class Probe:
     """Shows a rewirer what its layers see in their backward passes, as long as it lives."""
 
-    def __init__(self, observe: Callable[[Site, Batch], None], site: Site) -> None:
-        self._observe, self._site = weakref.WeakMethod(observe), site
+    def __init__(self, observe: Callable[[LayerView, Batch], None], view: LayerView) -> None:
+        self._observe, self._view = weakref.WeakMethod(observe), view
 
     @property
     def alive(self) -> bool:
@@ -295,14 +299,14 @@ class Probe:
 
     def __call__(self, conv: Convolution, x: Tensor, dy: Tensor) -> None:
         """Called by the layer in its backward pass."""
-        observe, layer = self._observe(), self._site.layer
+        observe, layer = self._observe(), self._view.layer
         if observe is None:
             layer.probe = None
         elif layer.parameter.requires_grad:
-            observe(self._site, Batch(conv, _wide(x.detach()), _wide(dy.detach())))
+            observe(self._view, Batch(conv, _wide(x.detach()), _wide(dy.detach())))
 
 
-def find(model: nn.Module) -> list[Site]:
+def find(model: nn.Module) -> list[LayerView]:
     """The layers of a model that can be rewired."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
@@ -317,9 +321,9 @@ def find(model: nn.Module) -> list[Site]:
                 f"{other} and {name} share one parameter, but not their connections; use the same layer "
                 "in both places instead"
             )
-    return [Site(name, layer, index) for index, (name, layer) in enumerate(found)]
+    return [LayerView(name, layer, index) for index, (name, layer) in enumerate(found)]
 
 
-def parameters(sites: Sequence[Site]) -> dict[str, nn.Parameter]:
-    """Their weights, by name."""
-    return {f"{site.name}.{site.layer.holds}".lstrip("."): site.layer.parameter for site in sites}
+def parameters(views: Sequence[LayerView]) -> dict[str, nn.Parameter]:
+    """The parameters of the layers, by name."""
+    return {f"{view.name}.{view.layer.holds}".lstrip("."): view.layer.parameter for view in views}
