@@ -146,13 +146,13 @@ def test_the_model_of_another_run_is_refused(done: Path, tmp_path: Path) -> None
     """Or of this one, with an edited config."""
     run = tmp_path / "run"
     shutil.copytree(done, run)
-    use.load(run)
+    inference.load(run)
     config = run / "config.toml"
     config.write_text(config.read_text().replace("seed = 0\n", "seed = 1\n"))
     with pytest.raises(RunError, match=r"model\.safetensors was written .*seed 0 there, 1 here"):
-        use.load(run)
+        inference.load(run)
     config.unlink()
-    use.load(run)  # a model alone
+    inference.load(run)  # a model alone
 
 
 def test_every_flip_in_a_model_is_noticed(done: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A real run that is finished, with two threads, and one that was stopped."""
     top = tmp_path_factory.mktemp("runs")
     given = [*SMALL, "--method", "gse", "--sparsity", "0.8", "--until", "3", "--every", "5"]
+    given += ["--checkpoint-every", "5"]
     done = run("train", *given, "--threads", "2", "--out", top / "whole")
     assert done.exit_code == 0, done.output
     shutil.copytree(top / "whole", top / "stopped")

@@ -14,7 +14,7 @@ from rewire.report.groups import Group, rank
 from rewire.report.paper import spelled
 from rewire.report.runs import FINISHED, Found, Run
 from rewire.report.views import plain, view_of
-from rewire.training.words import duration
+from rewire.training.formatting import duration
 
 BEGIN, END = "<!-- rewire report: begin -->", "<!-- rewire report: end -->"
 _HEAD = (

@@ -128,7 +128,7 @@ def peek(folder: Path, name: str) -> Any:
     for path in found(folder):
         try:
             body = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))["body"]
-            return tree.decode(body["state"]["dict"][name], {})
+            return json_codec.decode(body["state"]["dict"][name], {})
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return None
