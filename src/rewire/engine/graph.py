@@ -209,6 +209,14 @@ class Permute(NamedTuple):
     dims: tuple[int, ...]
 
 
+class Alias(NamedTuple):
+    """Of ``alias`` (x): a view that leaves the region and that no kernel reads, such as heads of tokens."""
+
+    kind: str  # key into the table of functions
+    arguments: tuple[Hashable, ...]
+    part: int  # which of the views that the function makes
+
+
 class Dropout(NamedTuple):
     """Of ``dropout`` (x)."""
 
@@ -217,9 +225,9 @@ class Dropout(NamedTuple):
 
 
 NOTHING = Nothing()
-VIEWS = frozenset(("view", "slice", "narrow", "permute"))
+VIEWS = frozenset(("view", "slice", "narrow", "permute", "alias"))
 """Operations whose output shares the memory of their input in PyTorch."""
-STRIDED = frozenset(("slice", "narrow", "permute"))
+STRIDED = frozenset(("slice", "narrow", "permute", "alias"))
 """Those of them whose output does not lie in memory as its shape says."""
 
 

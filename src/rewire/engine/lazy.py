@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rewire.engine import private
+from rewire.engine.aliases import layouts
 from rewire.engine.graph import is_strided
 from rewire.engine.private import without_functions
 from rewire.ops.layout import contiguous_strides
@@ -189,6 +190,12 @@ def strides_of(region: Any, index: int) -> tuple[int, ...]:
     if op == "permute":
         strides = strides_of(region, inputs[0])
         return tuple(strides[dim] for dim in attrs.dims)
+    if op == "alias":
+        source = inputs[0]
+        shape = region.nodes[source][3]
+        made = layouts(attrs.kind, attrs.arguments, shape, strides_of(region, source))
+        part: int = attrs.part
+        return made[part].strides
     if op == "view" and is_strided(region.nodes, index):
         source = inputs[0]
         strides = strides_of(region, source)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rewire.engine import aliases
 from rewire.engine import graph as ir
 from rewire.engine.resampling import resample
 from rewire.engine.run import Data
@@ -170,6 +171,7 @@ EAGER: dict[str, Eager] = {
     "pad": _pad,
     "view": lambda a, data, x: x.reshape(a.shape),
     "permute": lambda a, data, x: x.permute(a.dims),
+    "alias": lambda a, data, x: aliases.make(a.kind, a.arguments, x)[a.part],
     "dropout": _dropout,
 }
 

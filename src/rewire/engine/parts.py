@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from rewire.engine import execute, private
-from rewire.engine.graph import VIEWS, InputMeta, root
+from rewire.engine import aliases, execute, private
+from rewire.engine.graph import VIEWS, Alias, InputMeta, root
 from rewire.engine.lazy import LazyTensor, data_of
 from rewire.engine.ops import EAGER, interpret
 from rewire.engine.rules import PRODUCTS
@@ -37,6 +37,7 @@ class Run:
                 self.live[i] = lazy
         self.linked = self._linked(held)
         self.found: dict[int, Tensor] = {}
+        self.views: dict[Any, Sequence[Tensor]] = {}
 
     def go(self) -> None:
         for members, leaving in _divided(tuple(self.nodes), tuple(self.live), self.region.grad):
@@ -133,8 +134,19 @@ class Run:
             source = self._value(inputs[0])
             if index in self.linked:
                 source = data_of(source)
-            value = self._take(index, EAGER[op](attrs, self.region.data(False), source))
+            if op == "alias":
+                value = self._alias(inputs[0], attrs, source)
+            else:
+                value = EAGER[op](attrs, self.region.data(False), source)
+            value = self._take(index, value)
         return value
+
+    def _alias(self, index: int, attrs: Alias, source: Tensor) -> Tensor:
+        """One of the views that a function makes, which is called once: its gradient is one, too."""
+        key = index, attrs.kind, attrs.arguments
+        if key not in self.views or attrs.kind not in aliases.SEVERAL:
+            self.views[key] = aliases.make(attrs.kind, attrs.arguments, source)
+        return self.views[key][attrs.part]
 
     def _take(self, index: int, value: Tensor) -> Tensor:
         """Give a value to who holds the lazy tensor."""
@@ -170,7 +182,8 @@ def _divided(
     outputs = {root(nodes, i) for i in live}
     members: dict[int, list[int]] = {}
     for i, node in enumerate(nodes):
-        members.setdefault(parts[i], []).append(i)
+        if node[0] != "alias":
+            members.setdefault(parts[i], []).append(i)
         for r in node[2]:
             if r is not None and r >= 0 and parts[r] != parts[i]:
                 outputs.add(root(nodes, r))

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import resolve_name
 
@@ -139,6 +140,7 @@ def _code(function: Callable[..., Any]) -> Any:
 
 
 _READS = {
+    F.scaled_dot_product_attention: "attention is computed by itself",
     **dict.fromkeys((Tensor.__repr__, Tensor.__format__, Tensor.__str__), "a value is printed"),
     **dict.fromkeys(
         (Tensor.register_hook, Tensor.retain_grad, Tensor.register_post_accumulate_grad_hook),

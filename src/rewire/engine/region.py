@@ -158,7 +158,7 @@ class Region:
                     refs.append(None)
                     continue
                 ref = self.read(operand)
-                if ref is None or (ref >= 0 and not self.untouched(operand, ref)):
+                if ref is None or (ref >= 0 and not self._may_read(op, operand, ref)):
                     return NotImplemented
                 refs.append(ref)
                 if self.requires_grad(ref):
@@ -189,6 +189,10 @@ class Region:
         self.buffers.append(buffer)
         self.written.add(at)
         return True
+
+    def _may_read(self, op: str, lazy: Tensor, index: int) -> bool:
+        """Whether an operation can read a node's output: no kernel reads an alias."""
+        return self.untouched(lazy, index) and (op == "alias" or self.nodes[index][0] != "alias")
 
     def untouched(self, lazy: Tensor, index: int) -> bool:
         """Whether a lazy tensor has the place in the graph that it was given: C++ code may have given it

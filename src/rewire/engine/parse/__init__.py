@@ -8,7 +8,16 @@ module for each family of operations, which lists them by torch function.
 from __future__ import annotations
 
 from rewire.engine.lazy import HANDLERS
-from rewire.engine.parse import elementwise, images, norms, precision, resampling, shapes, tokens
+from rewire.engine.parse import (
+    attention,
+    elementwise,
+    images,
+    norms,
+    precision,
+    resampling,
+    shapes,
+    tokens,
+)
 
-for _family in (elementwise, images, norms, precision, resampling, shapes, tokens):
+for _family in (attention, elementwise, images, norms, precision, resampling, shapes, tokens):
     HANDLERS |= _family.FUNCTIONS

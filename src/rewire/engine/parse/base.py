@@ -9,8 +9,9 @@ from torch import Tensor
 
 from rewire.engine import graph as ir
 from rewire.engine import private
+from rewire.engine.aliases import SEVERAL, layouts
 from rewire.engine.graph import is_strided, numbers
-from rewire.engine.lazy import LazyTensor
+from rewire.engine.lazy import LazyTensor, strides_of
 from rewire.engine.region import Region
 from rewire.engine.scope import recording
 
@@ -74,6 +75,29 @@ def unary(op: str, attrs: Any, x: Any, shape: tuple[int, ...], in_place: bool = 
         return No
     new = region.append(op, attrs, (x,), shape, dtype)
     return region.rename(x, new) if in_place and new is not No else new
+
+
+def alias(x: Any, kind: str, *arguments: Any) -> Any:
+    """The views of a lazy tensor that a function makes, which no kernel reads."""
+    if type(x) is not LazyTensor or x._region is None or 0 in shape_of(x):
+        return No
+    dtype, region = dtype_of(x), recording(dtype_of(x))
+    if region is None or x._region is not region:
+        return No
+    made = layouts(kind, arguments, shape_of(x), strides_of(region, x._index))
+    views = tuple(
+        region.append("alias", ir.Alias(kind, arguments, part), (x,), view.shape, dtype)
+        for part, view in enumerate(made)
+    )
+    if not views or any(view is No for view in views):
+        return No
+    return views if kind in SEVERAL else views[0]
+
+
+def is_alias(x: Any) -> bool:
+    """Whether ``x`` is a view that no kernel reads."""
+    region = x._region if type(x) is LazyTensor else None
+    return region is not None and region.nodes[x._index][0] == "alias"
 
 
 def may_rename(region: Region, x: LazyTensor) -> bool:

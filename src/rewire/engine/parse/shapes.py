@@ -14,7 +14,7 @@ from torch import Tensor
 from rewire.engine import graph as ir
 from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor, strides_of
-from rewire.engine.parse.base import No, cast, dtype_of, is_view, shape_of, unary
+from rewire.engine.parse.base import No, alias, cast, dtype_of, is_alias, is_view, shape_of, unary
 from rewire.engine.scope import recording
 
 
@@ -61,10 +61,30 @@ def _parts(x: Any, ends: list[int]) -> Any:
     return No if any(part is No for part in found) else tuple(found)
 
 
+def _length(x: Any, dim: Any) -> int | None:
+    """Of a lazy tensor along a dimension."""
+    shape = shape_of(x)
+    if type(x) is not LazyTensor or type(dim) is not int or not -len(shape) <= dim < len(shape):
+        return None
+    return shape[dim] or None
+
+
+def _heads(x: Any, sizes: Any, dim: Any) -> Any:
+    """Parts along a dimension that is not that of channels: of tokens, such as queries, keys and values."""
+    length = _length(x, dim)
+    if length is None or len(shape_of(x)) != 3:
+        return No
+    if type(sizes) is int and sizes > 0:
+        sizes = [min(sizes, length - first) for first in range(0, length, sizes)]
+    if not isinstance(sizes, (tuple, list)) or not all(type(n) is int and n > 0 for n in sizes):
+        return No
+    return alias(x, "split", dim, *sizes) if sum(sizes) == length else No
+
+
 def _split(tensor: Any, split_size_or_sections: Any, dim: Any = 0) -> Any:
     channels, sizes = _channels(tensor, dim), split_size_or_sections
     if channels is None:
-        return No
+        return _heads(tensor, sizes, dim)
     if type(sizes) is int and sizes > 0:
         sizes = [min(sizes, channels - first) for first in range(0, channels, sizes)]
     if not isinstance(sizes, (tuple, list)) or not all(type(n) is int and n > 0 for n in sizes):
@@ -73,10 +93,10 @@ def _split(tensor: Any, split_size_or_sections: Any, dim: Any = 0) -> Any:
 
 
 def _chunk(input: Any, chunks: Any, dim: Any = 0) -> Any:
-    channels = _channels(input, dim)
-    if channels is None or type(chunks) is not int or chunks < 1:
+    length = _length(input, dim)
+    if length is None or type(chunks) is not int or chunks < 1:
         return No
-    return _split(input, -(-channels // chunks), dim)
+    return _split(input, -(-length // chunks), dim)
 
 
 def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Any:
@@ -88,6 +108,8 @@ def _narrow(input: Any, dim: Any, start: Any, length: Any) -> Any:
 
 
 def _getitem(input: Any, index: Any) -> Any:
+    if type(index) is int:
+        return alias(input, "select", 0, index) if is_alias(input) else No
     if type(index) is tuple and len(index) > 1 and type(index[1]) is slice:
         first, last, step = index[1].start, index[1].stop, index[1].step
         rest = [*index[:1], *index[2:]]
@@ -129,6 +151,8 @@ def _view(input: Any, *shape: Any, copies: bool = False, **keywords: Any) -> Any
         out[out.index(-1)] = total // rest
     if min(out) < 1 or math.prod(out) != total:
         return No
+    if is_alias(input):
+        return alias(input, "view", *out)
     if is_view(input) and not _is_viewable(input, tuple(out)):
         input = unary("clone", ir.NOTHING, input, given) if copies else No
     return unary("view", ir.View(tuple(out)), input, tuple(out))
@@ -146,6 +170,27 @@ def _is_viewable(x: Any, shape: tuple[int, ...]) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def _unflatten(input: Any, dim: Any, sizes: Any) -> Any:
+    shape = shape_of(input)
+    if (
+        type(dim) is not int
+        or not -len(shape) <= dim < len(shape)
+        or not isinstance(sizes, tuple | list)
+    ):
+        return No
+    dim %= len(shape)
+    if not sizes or math.prod(n for n in sizes if n != -1) * max(sizes.count(-1), 1) < 1:
+        return No
+    sizes = [shape[dim] // math.prod(n for n in sizes if n != -1) if n == -1 else n for n in sizes]
+    if math.prod(sizes) != shape[dim]:
+        return No
+    return _view(input, *shape[:dim], *sizes, *shape[dim + 1 :])
+
+
+def _unbind(input: Any, dim: Any = 0) -> Any:
+    return alias(input, "unbind", dim) if type(dim) is int else No
 
 
 def _flatten(input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
@@ -198,6 +243,8 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.view: _view,
     **dict.fromkeys((torch.reshape, Tensor.reshape), _reshape),
     **dict.fromkeys((torch.flatten, Tensor.flatten), _flatten),
+    **dict.fromkeys((torch.unflatten, Tensor.unflatten), _unflatten),
+    **dict.fromkeys((torch.unbind, Tensor.unbind), _unbind),
     Tensor.contiguous: _contiguous,
     **dict.fromkeys((torch.clone, Tensor.clone), _clone),
     torch.channel_shuffle: _channel_shuffle,

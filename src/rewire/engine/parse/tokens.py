@@ -12,7 +12,7 @@ from torch import Tensor
 from rewire.engine import graph as ir
 from rewire.engine.graph import numbers
 from rewire.engine.lazy import LazyTensor
-from rewire.engine.parse.base import No, are_parameters, dtype_of, shape_of, unary
+from rewire.engine.parse.base import No, alias, are_parameters, dtype_of, is_alias, shape_of, unary
 from rewire.engine.scope import recording
 
 CHANNELS_LAST = (0, 2, 3, 1)
@@ -66,9 +66,11 @@ def _permute(input: Any, *dims: Any) -> Any:
     if len(wanted) != len(shape) or not all(type(dim) is int for dim in wanted):
         return No
     order = tuple(dim + len(shape) if dim < 0 else dim for dim in wanted)
+    if order not in (CHANNELS_LAST, CHANNELS_SECOND, SWAPPED, SHUFFLED) or is_alias(input):
+        return alias(input, "permute", *order)
     if order == SHUFFLED and not _are_groups(input):
-        return No
-    if order not in (CHANNELS_LAST, CHANNELS_SECOND, SWAPPED, SHUFFLED) or _viewed(input):
+        return alias(input, "permute", *order)
+    if _viewed(input):
         return No
     return unary("permute", ir.Permute(order), input, tuple(shape[dim] for dim in order))
 
@@ -93,11 +95,11 @@ def _are_groups(x: Any) -> bool:
 
 def _transpose(input: Any, dim0: Any, dim1: Any) -> Any:
     dims = len(shape_of(input))
-    if dims not in (3, 5) or type(dim0) is not int or type(dim1) is not int:
+    if any(type(dim) is not int or not -dims <= dim < dims for dim in (dim0, dim1)):
         return No
-    if {dim0, dim1} not in ({1, 2}, {1, -1}, {-2, 2}, {-2, -1}):
-        return No
-    return _permute(input, SWAPPED if dims == 3 else SHUFFLED)
+    order = list(range(dims))
+    order[dim0], order[dim1] = order[dim1], order[dim0]
+    return _permute(input, order)
 
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {
