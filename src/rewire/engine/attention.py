@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_CACHED = 2**18  # weights
+
 
 def pays(tokens: int, head_size: int) -> bool:
     """Whether the weights take no more memory than queries, keys, values and output together."""
@@ -38,18 +40,27 @@ def _hidden(q: Tensor, k: Tensor, causal: bool) -> Tensor:
     return torch.full((1, q.shape[2], k.shape[2]), -math.inf).triu_(1)
 
 
+def _slices(q: Tensor, k: Tensor) -> list[slice]:
+    """Samples whose weights fit the cache, so that little more than the results is ever there."""
+    samples, heads, tokens, _ = q.shape
+    few = max(1, _CACHED // (heads * tokens * k.shape[2]))
+    return [slice(first, first + few) for first in range(0, samples, few)]
+
+
 class _Attention(torch.autograd.Function):
     """Scores, weights and sums are float32; in bfloat16 the weights are rounded before they are used."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+        hidden = _hidden(q, k, causal)
+        weights = v.new_empty((*q.shape[:3], k.shape[2]))
+        y = v.new_empty((*q.shape[:3], v.shape[3]))
         with torch.autocast("cpu", enabled=False):
-            transposed = _heads(k, torch.float32).transpose(1, 2)
-            scores = torch.baddbmm(
-                _hidden(q, k, causal), _heads(q, torch.float32), transposed, alpha=scale
-            )
-            weights = scores.softmax(-1).to(v.dtype)
-            y = torch.bmm(weights, _heads(v)).view(*q.shape[:-1], v.shape[-1])
+            for at in _slices(q, k):
+                queries, keys = _heads(q[at], torch.float32), _heads(k[at], torch.float32)
+                scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale)
+                some = _heads(weights[at]).copy_(scores.softmax(-1))
+                torch.bmm(some, _heads(v[at]), out=_heads(y[at]))
         ctx.save_for_backward(q, k, v, weights, y)
         ctx.causal, ctx.scale = causal, scale
         return y
@@ -60,14 +71,18 @@ class _Attention(torch.autograd.Function):
         with torch.autocast("cpu", enabled=False):
             if torch.is_grad_enabled():
                 return *_derivatives(ctx, q, k, v, dy), None, None
-            dy3, weights32 = _heads(dy), weights.float()
-            dv = torch.bmm(weights.transpose(1, 2), dy3)
-            dweights = torch.bmm(dy3, _heads(v).transpose(1, 2)).float()
-            mean = (dy3.float() * _heads(y).float()).sum(-1, keepdim=True)
-            dscores = weights32.mul(dweights.sub_(mean)).mul_(ctx.scale).to(q.dtype)
-            dq = torch.bmm(dscores, _heads(k))
-            dk = torch.bmm(dscores.transpose(1, 2), _heads(q))
-        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), None, None
+            dq, dk, dv = (
+                torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)
+            )
+            for at in _slices(q, k):
+                grad, some = _heads(dy[at]), _heads(weights[at])
+                torch.bmm(some.transpose(1, 2), grad, out=_heads(dv[at]))
+                dweights = torch.bmm(grad, _heads(v[at]).transpose(1, 2)).float()
+                mean = (grad.float() * _heads(y[at]).float()).sum(-1, keepdim=True)
+                dscores = dweights.sub_(mean).mul_(some).mul_(ctx.scale).to(q.dtype)
+                torch.bmm(dscores, _heads(k[at]), out=_heads(dq[at]))
+                torch.bmm(dscores.transpose(1, 2), _heads(q[at]), out=_heads(dk[at]))
+        return dq, dk, dv, None, None
 
 
 def _derivatives(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[Tensor | None]:
