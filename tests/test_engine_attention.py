@@ -172,6 +172,51 @@ def test_attend_is_what_torch_computes(causal: bool, scale: float | None) -> Non
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_attention_lies_in_memory_as_torchs(mode: Any) -> None:
+    """Heads of a token side by side: ``view`` joins them without a copy."""
+
+    def use(y: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(*as_timm(y))
+        return mixed.transpose(1, 2).view(BATCH, TOKENS, WIDTH)
+
+    model = rewire.sparsify(Model(use), 0.4)
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    found = []
+    for on in (True, False):
+        use_engine(model, on)
+        with mode():
+            found.append(model(x))
+    torch.testing.assert_close(*found)
+
+
+def test_tokens_to_come_change_nothing() -> None:
+    """Whatever is in them; and with one key nothing depends on queries."""
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    expected = attention.attend(q, k, v, True, None)
+    for odd in (3e38, torch.inf, -torch.inf, torch.nan):
+        changed = k.clone()
+        changed[:, :, -1] = odd
+        y = attention.attend(q, changed, v, True, None)
+        assert torch.equal(y[:, :, :-1], expected[:, :, :-1])
+    q, k, v = (torch.randn(2, 2, n, 4, dtype=torch.bfloat16) for n in (5, 1, 1))
+    q.requires_grad_()
+    attention.attend(q, k, v + 10, False, None).float().square().sum().backward()
+    assert q.grad is not None
+    assert not q.grad.any()
+
+
+def test_the_default_type_is_of_no_account() -> None:
+    model = rewire.sparsify(Model(attends(as_timm, is_causal=True)), 0.4)
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    expected = model(x)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert torch.equal(model(x), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_heads_have_gradients() -> None:
     """Whoever holds queries sees their gradient, also if asked for it after the attention."""
     grads = []
@@ -195,6 +240,11 @@ def test_heads_have_gradients() -> None:
         torch.testing.assert_close(mine, other)
 
 
+def _crossed(a: Any, b: Any) -> Tensor:
+    mixed: Tensor = a[0] * b[1]
+    return mixed
+
+
 def _in_place(y: Tensor) -> Tensor:
     turned = y.permute(1, 0, 2)
     turned.mul_(2)
@@ -213,6 +263,10 @@ OTHERS: dict[str, Callable[[Tensor], Any]] = {
     "cat": lambda y: torch.cat(by_index(y), -1).flatten(1),
     "rotated": lambda y: torch.stack(y.unflatten(-1, (-1, 2)).unbind(-1)[::-1], -1).flatten(-2),
     "matrix product": lambda y: (y @ y.transpose(-2, -1)).flatten(1),
+    "the same parts again": lambda y: (
+        y.split([8, 16], 2)[0].sin() * y.split([8, 16], 2)[0] + y.unbind(1)[0][:, None, :8]
+    ),
+    "calls that cross": lambda y: _crossed(y.unbind(1), y.unbind(1)),
     "one token": lambda y: y.permute(1, 0, 2)[-1],
     "wrong, caught": lambda y: y * len(_caught(y)),
 }

@@ -22,7 +22,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor | Sequence[Tensor]]] = {
     "split": lambda x, dim, *sizes: x.split(sizes, dim),
 }
 SEVERAL = frozenset(("unbind", "split"))
-"""Those that make several views."""
+"""Those that give a tuple, which their nodes, one behind the other, are the parts of."""
 
 
 def make(kind: str, arguments: tuple[Any, ...], x: Tensor) -> Sequence[Tensor]:

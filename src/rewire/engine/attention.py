@@ -33,11 +33,17 @@ def _heads(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return x.reshape(-1, *x.shape[2:])  # which copies what is of the type already
 
 
-def _hidden(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """What is added to scores: minus infinity where a token does not look."""
-    if not causal:
-        return torch.zeros(1, 1, 1)
-    return torch.full((1, q.shape[2], k.shape[2]), -math.inf).triu_(1)
+def _hidden(q: Tensor, k: Tensor) -> Tensor:
+    """Where a token does not look: at those that come after it."""
+    return torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device="cpu").triu_(1)
+
+
+def _output(q: Tensor, v: Tensor) -> Tensor:
+    """Memory for the result, laid out as torch's kernels do: heads of a token side by side."""
+    samples, heads, tokens, size = *q.shape[:3], v.shape[3]
+    if size != q.shape[3]:
+        return v.new_empty(samples, heads, tokens, size)
+    return v.new_empty(samples, tokens, heads, size).transpose(1, 2)
 
 
 def _slices(q: Tensor, k: Tensor) -> list[slice]:
@@ -52,22 +58,25 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-        hidden = _hidden(q, k, causal)
+        hidden, zero = _hidden(q, k), torch.zeros((1, 1, 1), dtype=torch.float32, device="cpu")
         weights = v.new_empty((*q.shape[:3], k.shape[2]))
-        y = v.new_empty((*q.shape[:3], v.shape[3]))
+        y = _output(q, v)
         with torch.autocast("cpu", enabled=False):
             for at in _slices(q, k):
                 queries, keys = _heads(q[at], torch.float32), _heads(k[at], torch.float32)
-                scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=scale)
+                scores = torch.baddbmm(zero, queries, keys.transpose(1, 2), alpha=scale)
+                if causal:
+                    scores.masked_fill_(hidden, -math.inf)
                 some = _heads(weights[at]).copy_(scores.softmax(-1))
-                torch.bmm(some, _heads(v[at]), out=_heads(y[at]))
-        ctx.save_for_backward(q, k, v, weights, y)
+                mixed = y[at]
+                mixed.copy_(torch.bmm(some, _heads(v[at])).view(mixed.shape))
+        ctx.save_for_backward(q, k, v, weights)
         ctx.causal, ctx.scale = causal, scale
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:
-        q, k, v, weights, y = ctx.saved_tensors
+        q, k, v, weights = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
             if torch.is_grad_enabled():
                 return *_derivatives(ctx, q, k, v, dy), None, None
@@ -78,7 +87,7 @@ class _Attention(torch.autograd.Function):
                 grad, some = _heads(dy[at]), _heads(weights[at])
                 torch.bmm(some.transpose(1, 2), grad, out=_heads(dv[at]))
                 dweights = torch.bmm(grad, _heads(v[at]).transpose(1, 2)).float()
-                mean = (grad.float() * _heads(y[at]).float()).sum(-1, keepdim=True)
+                mean = (dweights * some).sum(-1, keepdim=True)
                 dscores = dweights.sub_(mean).mul_(some).mul_(ctx.scale).to(q.dtype)
                 torch.bmm(dscores, _heads(k[at]), out=_heads(dq[at]))
                 torch.bmm(dscores.transpose(1, 2), _heads(q[at]), out=_heads(dk[at]))
@@ -90,7 +99,8 @@ def _derivatives(ctx: Any, q: Tensor, k: Tensor, v: Tensor, dy: Tensor) -> list[
     wanted = ctx.needs_input_grad[:3]
     given = [t.view_as(t) for t in (q, k, v)]
     scores = given[0].float() @ given[1].float().transpose(-2, -1) * ctx.scale
-    scores = scores + _hidden(q, k, ctx.causal)
+    if ctx.causal:
+        scores = scores.masked_fill(_hidden(q, k), -math.inf)
     y = scores.softmax(-1).to(v.dtype) @ given[2]
     needed = [t for t, want in zip(given, wanted, strict=True) if want]
     found = iter(torch.autograd.grad(y, needed, dy, create_graph=True))

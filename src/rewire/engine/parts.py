@@ -135,16 +135,16 @@ class Run:
             if index in self.linked:
                 source = data_of(source)
             if op == "alias":
-                value = self._alias(attrs, source)
+                value = self._alias(index, attrs, source)
             else:
                 value = EAGER[op](attrs, self.region.data(False), source)
             value = self._take(index, value)
         return value
 
-    def _alias(self, attrs: Alias, source: Tensor) -> Tensor:
-        """One of the views that a function makes, which is called once: its gradient is one, too."""
-        key = id(source), attrs.kind, attrs.arguments
-        if key not in self.views or attrs.kind not in aliases.SEVERAL:
+    def _alias(self, index: int, attrs: Alias, source: Tensor) -> Tensor:
+        """One of the views that a call makes. They are made together, so their gradient is one, too."""
+        key = id(source), index - attrs.part  # the nodes of a call follow each other
+        if key not in self.views:
             self.views[key] = aliases.make(attrs.kind, attrs.arguments, source)
         return self.views[key][attrs.part]
 

@@ -33,6 +33,8 @@ def _attention(
         return No
     if any(type(t) not in (LazyTensor, Tensor) for t in tensors):
         return No
+    if any(type(t) is Tensor and (not t.is_cpu or t.layout is not torch.strided) for t in tensors):
+        return No
     q, k, v = map(shape_of, tensors)
     fits = len(q) == len(k) == len(v) == 4 and q[:2] == k[:2] == v[:2] and k[2] == v[2]
     if not fits or q[3] != k[3] or 0 in (*q, *k, *v) or not attention.pays(k[2], q[3]):
