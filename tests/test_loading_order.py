@@ -119,4 +119,7 @@ def test_the_pages_load_in_that_order() -> None:
         words = " ".join((top / page).read_text().split())
         assert "the rewirer, the model and the optimizer in this order" in words
     assert rewire.Rewirer.load_state_dict.__doc__ is not None
-    assert "then load the model's and the optimizer's" in rewire.Rewirer.load_state_dict.__doc__
+    assert (
+        "load the model's and the optimizer's state after it"
+        in rewire.Rewirer.load_state_dict.__doc__
+    )
