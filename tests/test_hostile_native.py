@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -143,6 +144,7 @@ print(errors, flush=True)
 """
 
 
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer allocates")
 def test_no_memory_in_another_thread_is_an_error_of_this_one(tmp_path: Path) -> None:
     library = preload.compiled(Path(__file__).with_name("memory_fails.c"), tmp_path)
     done = subprocess.run(
