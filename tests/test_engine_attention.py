@@ -113,6 +113,17 @@ def compared(use: Callable[[Tensor], Any], dtype: torch.dtype, autocast: bool = 
         return names(model(x))
 
 
+def outputs_agree(model: nn.Module, mode: Any) -> None:
+    """With the engine and without, in a gradient mode."""
+    x = torch.randn(BATCH, TOKENS, WIDTH)
+    found = []
+    for on in (True, False):
+        use_engine(model, on)
+        with mode():
+            found.append(model(x))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("way", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("heads", SPELLINGS)
@@ -181,13 +192,7 @@ def test_attention_lies_in_memory_as_torchs(mode: Any) -> None:
         return mixed.transpose(1, 2).view(BATCH, TOKENS, WIDTH)
 
     model = rewire.sparsify(Model(use), 0.4)
-    x = torch.randn(BATCH, TOKENS, WIDTH)
-    found = []
-    for on in (True, False):
-        use_engine(model, on)
-        with mode():
-            found.append(model(x))
-    torch.testing.assert_close(*found)
+    outputs_agree(model, mode)
 
 
 def test_tokens_to_come_change_nothing() -> None:
@@ -293,13 +298,7 @@ def test_views_that_leave(name: str) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients(mode: Any) -> None:
     model = rewire.sparsify(Model(attends(by_unflatten)), 0.4)
-    x = torch.randn(BATCH, TOKENS, WIDTH)
-    found = []
-    for on in (True, False):
-        use_engine(model, on)
-        with mode():
-            found.append(model(x))
-    torch.testing.assert_close(*found)
+    outputs_agree(model, mode)
 
 
 def test_views_that_are_returned_are_ordinary() -> None:
